@@ -1,0 +1,49 @@
+"""One row's sampling numbers and how a row can stand after a step. Shared by the three twins; knows nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """How a row stands after a sampling step. Everything but RUNNING ends the row."""
+
+    RUNNING = 0
+    EOS = 1  # the model's own end token
+    STOP = 2  # one of the row's stop ids
+    LENGTH = 3  # max_tokens reached
+    INVALID_LOGITS = 4  # a NaN in the row's logits, or nothing finite
+    NO_ALLOWED_TOKEN = 5  # the row's own masks leave nothing
+    # Set by the engine, never by a kernel:
+    CANCELLED = 6
+    TOO_LARGE = 7  # can never fit the KV pool
+    FAILED = 8  # the step failed and bisection found this row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowParams:
+    """Resolved sampling numbers of one row; every field has its final value. Ids are token ids.
+
+    Order of operations (docs/requests.md): allowed ids, logit bias, banned ids, EOS and stop ids held back by
+    min_tokens -> repetition, frequency, presence penalties, n-gram bans -> temperature -> top_k -> min_p -> top_p -> draw.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0  # below 1e-5: greedy
+    top_k: int = 0  # <= 0 or >= vocabulary: off
+    top_p: float = 1.0  # >= 1: off
+    min_p: float = 0.0  # 0: off
+    seed: int = 0  # 64 bit
+    sample: int = 0  # index of the sample when a row asks for n > 1
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    eos_ids: tuple[int, ...] = ()  # end the row with EOS; held back while fewer than min_tokens are out
+    stop_ids: tuple[int, ...] = ()  # end the row with STOP; held back likewise
+    held_ids: tuple[int, ...] = ()  # only held back by min_tokens (EOS ids of a row that ignores EOS)
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()  # empty: all
+    banned_ids: tuple[int, ...] = ()

@@ -1,0 +1,46 @@
+"""Shared fixtures: a private Redis per session, flushed for every test that asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from producer.embedded import EmbeddedRedis
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    """One server of our own for the session: loopback, free port, private directory. Never the user's REDIS_URL."""
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    """URL of an empty Redis."""
+    with redis.Redis.from_url(redis_server.url) as connection:
+        connection.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+def connection(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as connection:
+        yield connection
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The default model, built by `make model`. Missing: an error in CI, a skip elsewhere."""
+    folder = ROOT / "models" / "smollm2-135m-fp32"
+    if not (folder / "genai_config.json").exists():
+        if os.environ.get("CI"):
+            pytest.fail("the default model folder is missing: run `make model`")
+        pytest.skip("run `make model` first")
+    return folder
