@@ -29,7 +29,11 @@ def test_files_fit_in_a_head() -> None:
 
 
 def test_every_module_says_what_it_owns() -> None:
-    silent = [str(path.relative_to(ROOT)) for path in sizes.sources() if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in sizes.sources()
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
     assert silent == []
 
 
@@ -39,7 +43,9 @@ def test_import_arrows_point_one_way() -> None:
     wrong = []
     for path in sizes.sources():
         room = path.relative_to(ROOT).parts[0]
-        for name in re.findall(r"^\s*(?:from|import) (producer|worker|kernels)\b", path.read_text(), re.MULTILINE):
+        for name in re.findall(
+            r"^\s*(?:from|import) (producer|worker|kernels)\b", path.read_text(), re.MULTILINE
+        ):
             if name != room and name not in allowed[room]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
     assert wrong == []
@@ -51,7 +57,9 @@ def test_nothing_of_the_builders_machine_is_named() -> None:
         pytest.skip("not a git checkout")
     names = [name for name in tracked.stdout.decode().split("\0") if name]
     odd = re.compile(rb"/" + rb"work/main|/" + rb"work/shared|\.\./" + rb"shared|/" + rb"tmp/scratch")
-    assert [name for name in names if (ROOT / name).is_file() and odd.search((ROOT / name).read_bytes())] == []
+    assert [
+        name for name in names if (ROOT / name).is_file() and odd.search((ROOT / name).read_bytes())
+    ] == []
 
 
 def make_targets() -> set[str]:
@@ -71,7 +79,9 @@ def documents() -> list[Path]:
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: path.name)
 def test_documented_make_targets_exist(document: Path) -> None:
-    targets = {command.split()[1] for command in fenced_commands(document) if re.match(r"make [a-z]", command)}
+    targets = {
+        command.split()[1] for command in fenced_commands(document) if re.match(r"make [a-z]", command)
+    }
     assert targets <= make_targets()
 
 
