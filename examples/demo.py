@@ -1,4 +1,4 @@
-"""The whole path in one command: a Redis, a worker, a file of prompts, a table of answers. Run by `make demo`."""
+"""The whole path in one command: a Redis, a worker, a file of prompts, a table of answers (`make demo`)."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def main() -> int:
         console.print(f"[red]no results; the worker's log is {options.out / 'worker.log'}")
         return code or 1
     Console().print(table(results))
-    console.print(
-        f"\nResults file: [bold]{results}[/]   (one line per row; `mistyped` fails on purpose, alone)"
-    )
+    console.print(f"\nResults file: [bold]{results}[/]   (`mistyped` fails on purpose, alone)")
     return 0 if code == 1 else code  # 1: some rows failed, and one line of the file is wrong by design
 
 

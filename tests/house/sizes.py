@@ -21,9 +21,8 @@ def sources() -> list[Path]:
 
 def files() -> list[Size]:
     """Every source file, longest first."""
-    return sorted(
-        (Size(path.read_text().count("\n"), str(path.relative_to(ROOT))) for path in sources()), reverse=True
-    )
+    lengths = (Size(path.read_text().count("\n"), str(path.relative_to(ROOT))) for path in sources())
+    return sorted(lengths, reverse=True)
 
 
 def functions() -> list[Size]:
@@ -39,9 +38,8 @@ def functions() -> list[Size]:
 
 def main() -> None:
     lengths = sorted(size.lines for size in functions())
-    print(
-        f"{len(lengths)} functions: median {lengths[len(lengths) // 2]}, 90 % under {lengths[int(0.9 * len(lengths))]} lines"
-    )
+    median, most = lengths[len(lengths) // 2], lengths[int(0.9 * len(lengths))]
+    print(f"{len(lengths)} functions: median {median}, 90 % under {most} lines")
     for title, rows in (("longest functions", functions()), ("longest files", files())):
         print(f"\n{title}")
         for size in rows[:10]:

@@ -100,9 +100,13 @@ def test_documented_flags_exist(document: Path) -> None:
 def command_help(program: str, name: str, seen: dict[tuple[str, str], str] = {}) -> str:  # noqa: B006 - a memo
     if (program, name) not in seen:
         run = subprocess.run(
-            [sys.executable, "-m", f"{program}.cli", name, "--help"], capture_output=True, text=True, check=False,
-            cwd=ROOT, env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "TERM": "dumb"},
-        )  # fmt: skip
+            [sys.executable, "-m", f"{program}.cli", name, "--help"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "TERM": "dumb"},
+        )
         assert run.returncode == 0, run.stderr
         seen[program, name] = run.stdout
     return seen[program, name]

@@ -1,0 +1,107 @@
+"""The straight path with the real model: file in, one right result per row out, whatever the live batch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.harness import by_id, error_code, lines, producer, text, worker, write
+
+pytestmark = [pytest.mark.redis, pytest.mark.model, pytest.mark.timeout(300)]
+
+PROMPTS = [
+    "Once upon a time",
+    "The capital of France is",
+    "1, 2, 3, 4,",
+    "A B C D",
+    "Water is",
+    "In the morning",
+]
+
+
+def mixed_rows() -> list[dict[str, Any]]:
+    """32 rows, no two alike: greedy and sampled, chat and plain, short and long prompts and outputs."""
+    rng = random.Random(5)
+    rows = []
+    for index in range(32):
+        row: dict[str, Any] = {"custom_id": f"r{index}", "max_tokens": rng.choice([1, 3, 8, 13, 21])}
+        prompt = rng.choice(PROMPTS) * rng.choice([1, 1, 2, 30])
+        row |= {"messages": [{"role": "user", "content": prompt}]} if index % 4 == 0 else {"prompt": prompt}
+        if index % 3 == 0:
+            row["temperature"] = 0
+        else:
+            row |= {"temperature": rng.choice([0.5, 0.8, 1.2]), "seed": index}
+            row |= rng.choice([{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9}])
+        rows.append(row)
+    return rows
+
+
+def bodies(path: Path) -> dict[str, Any]:
+    """What must not depend on the run: choices, usage and seed of every row."""
+    return {
+        name: {key: line["response"]["body"][key] for key in ("choices", "usage", "seed")}
+        for name, line in by_id(path).items()
+    }
+
+
+def run_batch(url: str, model: Path, rows: list[dict[str, Any]], folder: Path, *flags: str) -> dict[str, Any]:
+    source, out = write(folder / "in.jsonl", rows), folder / "out.jsonl"
+    out.unlink(missing_ok=True)
+    with worker(url, model, "--burst", *flags) as process:
+        assert producer(url, "submit", source, "--wait", "-o", out, timeout=200).returncode == 0
+        assert process.wait(timeout=60) == 0
+    return bodies(out)
+
+
+def test_batched_equals_isolated_bit_for_bit(redis_url: str, model_folder: Path, tmp_path: Path) -> None:
+    rows = mixed_rows()
+    shuffled = random.Random(9).sample(rows, len(rows))
+    alone = run_batch(redis_url, model_folder, rows, tmp_path, "--max-batch", "1")
+    assert len(alone) == 32
+    assert len({body["choices"][0].get("text") for body in alone.values()}) > 16, "rows should differ"
+    for order, size in ((rows, "4"), (rows, "16"), (shuffled, "1"), (shuffled, "4"), (shuffled, "16")):
+        assert run_batch(redis_url, model_folder, order, tmp_path, "--max-batch", size) == alone
+
+
+def test_reading_cases(redis_url: str, model_folder: Path, tmp_path: Path) -> None:
+    """Byte-order marks, line ends, odd separators, broken JSON, bad rows: one result per row not blank."""
+    source = Path(__file__).parent.parent / "data" / "reading.jsonl"
+    out = tmp_path / "out.jsonl"
+    with worker(redis_url, model_folder, "--max-batch", "8"):
+        assert producer(redis_url, "submit", source, "--wait", "-o", out).returncode == 1
+    found = lines(out)
+    rows = [line for line in source.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
+    assert len(found) == len(rows)
+    succeeded = [line["custom_id"] for line in found if error_code(line) is None]
+    assert len([name for name in succeeded if name == "dup"]) == 1
+    assert {"bom", "crlf", "u2028", "dup", "7", "last"} <= set(succeeded)
+    assert any(name.startswith("line-") for name in succeeded), (
+        "the row without an id is named after its line"
+    )
+    refused = {line["custom_id"] for line in found if error_code(line)}
+    assert {"strbody", "nourl", "get", "dup", "both"} <= refused
+    for line in found:
+        if error_code(line):
+            assert "line " in line["response"]["body"]["error"]["message"], line
+
+
+def test_real_answers(redis_url: str, model_folder: Path, tmp_path: Path) -> None:
+    rows = [
+        {"custom_id": "capital", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 8},
+        {"custom_id": "sum", "messages": [{"role": "user", "content": "What is 12+30?"}], "temperature": 0},
+    ]
+    for row in rows:
+        row["max_tokens"] = 24
+    out = tmp_path / "out.jsonl"
+    with worker(redis_url, model_folder):
+        assert (
+            producer(redis_url, "submit", write(tmp_path / "in.jsonl", rows), "--wait", "-o", out).returncode
+            == 0
+        )
+    found = by_id(out)
+    assert "Paris" in text(found["capital"])
+    assert "42" in text(found["sum"])
+    usage = found["sum"]["response"]["body"]["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
