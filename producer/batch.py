@@ -1,0 +1,120 @@
+"""The nouns of a batch: what was submitted, how far it is, who works on it. Standard library only.
+
+Owns their shapes and their JSON. Must not know Redis, files or terminals.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from producer.errors import StoreError
+
+State = Literal["open", "closed", "cancelled"]
+STATES: tuple[State, ...] = ("open", "closed", "cancelled")
+DAY_SECONDS = 86_400
+KEEP_SECONDS = 7 * DAY_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One input file, known by what is in it: ``sha256`` of its bytes as they lie on disk (hex)."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a batch is: written once, before its first row. Submitting again must bring the same files."""
+
+    id: str
+    queue: str
+    format: str
+    created: float  # unix seconds
+    files: tuple[SourceFile, ...]
+    keep_seconds: int = KEEP_SECONDS  # how long results stay in Redis after their row ended
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=True, separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Record:
+        """Raises StoreError when Redis holds something that is not a batch record of ours."""
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "files": tuple(SourceFile(**file) for file in fields["files"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreError(f"a batch record in Redis is damaged or of another version: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a submission did. ``queued`` + ``already`` + ``failed`` is the number of rows it read."""
+
+    id: str
+    queue: str
+    queued: int
+    already: int  # rows an earlier submission of this batch had added
+    failed: int  # bad lines: each has an error result already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStatus:
+    """How far a batch is. Counts are rows; ``rows`` is final once ``state`` is not "open"."""
+
+    id: str
+    queue: str
+    state: State
+    created: float
+    rows: int
+    completed: int
+    failed: int
+    cancelled: int
+    prompt_tokens: int
+    completion_tokens: int
+    busy_seconds: float  # from the first row's end to the last's, so far
+    queued_at: float  # unix seconds of the producer's last chunk
+
+    @property
+    def ended(self) -> int:
+        return self.completed + self.failed + self.cancelled
+
+    @property
+    def waiting(self) -> int:
+        """Rows queued or running."""
+        return self.rows - self.ended
+
+    @property
+    def is_over(self) -> bool:
+        """No row will be added and none is waiting."""
+        return self.state != "open" and self.waiting <= 0
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.ended / self.busy_seconds if self.busy_seconds > 0 else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens a second."""
+        return self.completion_tokens / self.busy_seconds if self.busy_seconds > 0 else 0.0
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since the producer last added rows; large and "open" means that it died."""
+        return max(0.0, time.time() - self.queued_at)
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {"rows_per_second": self.rows_per_second, "tokens_per_second": self.tokens_per_second}
+        return {**asdict(self), "ended": self.ended, "waiting": self.waiting, **rates}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a live worker last said of itself; the field names are the worker's own."""
+
+    name: str
+    fields: Mapping[str, str]

@@ -1,0 +1,73 @@
+"""The Lua that runs inside Redis: a row's end is written down once, whoever ends it.
+
+Owns the scripts' text and the order of their arguments. The keys are drawn in store.py; KEYS[1] is always
+the batch's hash, and every other key of the batch is that name with a suffix. Must not know Python's side.
+
+They are sent with EVAL, not EVALSHA: most run inside a MULTI, which cannot recover from NOSCRIPT after a
+Redis restart. The text is a few hundred bytes for up to hundreds of rows.
+"""
+
+from __future__ import annotations
+
+_ROW = """
+-- True when this is the first end of an accepted row. result '' means: the row's RQ job returned it.
+local function end_row(id, outcome, result)
+  local file, line = string.match(id, '-(%d+)-(%d+)$')
+  if not file or redis.call('GETBIT', KEYS[1] .. ':lines:' .. file, line) == 0 then return false end
+  if redis.call('SETBIT', KEYS[1] .. ':ended:' .. file, line, 1) == 1 then return false end
+  redis.call('HINCRBY', KEYS[1] .. ':counts', outcome, 1)
+  if result == '' then
+    redis.call('XADD', KEYS[1] .. ':log', '*', 'j', id)
+  else
+    redis.call('XADD', KEYS[1] .. ':log', '*', 'j', id, 'r', result)
+  end
+  return true
+end
+"""
+
+_SETTLE = """
+-- When the last row of a batch that takes no more rows has ended, its keys start to age.
+local function settle()
+  local batch = redis.call('HMGET', KEYS[1], 'state', 'files', 'keep_seconds')
+  if not batch[1] or batch[1] == 'open' then return end
+  local n = redis.call('HMGET', KEYS[1] .. ':counts', 'rows', 'completed', 'failed', 'cancelled')
+  if (tonumber(n[2] or 0) + tonumber(n[3] or 0) + tonumber(n[4] or 0)) < tonumber(n[1] or 0) then return end
+  local keys = {KEYS[1], KEYS[1] .. ':counts', KEYS[1] .. ':ids', KEYS[1] .. ':log'}
+  for file = 0, batch[2] - 1 do
+    keys[#keys + 1] = KEYS[1] .. ':lines:' .. file
+    keys[#keys + 1] = KEYS[1] .. ':ended:' .. file
+  end
+  for _, key in ipairs(keys) do redis.call('EXPIRE', key, batch[3]) end
+end
+"""
+
+# ARGV: prompt tokens, completion tokens, then (job id, outcome, result) for each row. Returns the rows ended.
+LOG = (
+    _ROW
+    + _SETTLE
+    + """
+local ended = 0
+for i = 3, #ARGV, 3 do
+  if end_row(ARGV[i], ARGV[i + 1], ARGV[i + 2]) then ended = ended + 1 end
+end
+if ended > 0 then
+  redis.call('HINCRBY', KEYS[1] .. ':counts', 'prompt_tokens', ARGV[1])
+  redis.call('HINCRBY', KEYS[1] .. ':counts', 'completion_tokens', ARGV[2])
+  settle()
+end
+return ended
+"""
+)
+
+# ARGV: the state wanted. Nothing but an open batch changes state. Returns the state it is in now, or nothing.
+SET_STATE = (
+    _SETTLE
+    + """
+if redis.call('HGET', KEYS[1], 'state') == 'open' or
+   (ARGV[1] == 'cancelled' and redis.call('HGET', KEYS[1], 'state') == 'closed') then
+  redis.call('HSET', KEYS[1], 'state', ARGV[1])
+  settle()
+end
+return redis.call('HGET', KEYS[1], 'state')
+"""
+)
