@@ -1,4 +1,4 @@
-"""The nouns of the engine room: Row in, Output out; Sequence, Slice and Step in between.
+"""The nouns of the engine room: Row in, Output out; Sequence and Step in between.
 
 Knows token ids and sampling numbers only: no text, no Redis, no model.
 """
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from kernels.rows import RowParams, Status
 
-Tokens = NDArray[np.int32]
+Ints = NDArray[np.int32]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Row:
 class Output:
     """What the engine says of a row: its new tokens since the last Output, and how it stands.
 
-    ``status`` is Status.RUNNING for a streamed row's partial output, else how the row ended.
+    ``status`` is Status.RUNNING for a streamed row's partial output, else how the row ended. The token that
+    ended a row (EOS, a stop id) is among ``tokens``. ``message`` gives the reason of TOO_LARGE and FAILED.
     """
 
     id: int
@@ -41,35 +43,39 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A row in the engine. ``computed`` chases ``len(tokens)``: prefill, chunks, decode and resume are one rule."""
+    """A row in the engine. While it is live its tokens, lengths and blocks are a line of LiveBatch."""
 
     row: Row
-    tokens: list[int]  # prompt, then output
-    computed: int = 0  # tokens whose keys and values are in the cache
-    blocks: list[int] = field(default_factory=list)
-    slot: int = -1  # index into the sampler's per-row arrays while live
+    arrival: int  # rank in order of arrival; preemption and resume keep it
+    output: list[int] = field(default_factory=list)  # tokens generated before the last preemption
+    num_sent: int = 0  # output tokens already told in Outputs
+    overtaken: int = 0  # later rows that were seated before it
+    slot: int = -1  # line of LiveBatch and of the sampler's per-row arrays; -1 while waiting
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.row.prompt)
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - len(self.row.prompt)
+    def num_tokens(self) -> int:
+        """Tokens to compute before the next one can be sampled, when it is seated."""
+        return len(self.row.prompt) + len(self.output)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """``count`` tokens of one sequence, from ``start``, to run in one step."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool  # the slice ends at the last known token: its logits give the next one
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What one run of the model computes, in packing order. Made by plan, read by everyone, changed by nobody."""
+    """What one run of the model computes. Made by plan, read by everyone, changed by nobody.
 
-    slices: tuple[Slice, ...]
+    Column i is a slice of one sequence: ``counts[i]`` tokens from position ``starts[i]`` of the row in slot
+    ``slots[i]``. Positions and no tokens, so it can be made before the last step's tokens are known.
+    """
+
+    slots: Ints  # [B], oldest row first
+    starts: Ints  # [B]
+    counts: Ints  # [B], each at least 1
+    samples: Flags  # [B]: the slice ends at the row's last known token, so its logits give the next one
+    left: tuple[int, ...]  # slots given up since the last step ...
+    joined: tuple[Sequence, ...]  # ... and the rows seated in this one, maybe in the same slots
+
+    def __post_init__(self) -> None:
+        for column in (self.slots, self.starts, self.counts, self.samples):
+            column.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.slots)

@@ -1,0 +1,43 @@
+"""Batch: a Step as the flat arrays every model takes. Knows no policy and no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.live import LiveBatch
+from worker.sequence import Ints, Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One run of the model: T tokens of B rows, n of which want logits.
+
+    Row b owns tokens ``cumulative[b]:cumulative[b + 1]``, at positions ``past[b]`` and on. Its position p lives
+    in block ``block_table[b, p // block_size]`` at offset ``p % block_size``.
+    """
+
+    input_ids: NDArray[np.int64]  # [T]
+    cumulative: Ints  # [B + 1], from 0 to T
+    past: Ints  # [B] tokens already in the cache
+    block_table: Ints  # [B, W], padded with 0, the bin; W is what the longest row of the step needs
+    logits_rows: NDArray[np.int64]  # [n] indices into the tokens, ascending; n may be 0
+
+
+def pack(step: Step, live: LiveBatch) -> Batch:
+    """Flattens ``step`` (at least one slice). Decode rows and chunks alike: no case of their own."""
+    cumulative = np.zeros(len(step) + 1, np.int32)
+    np.cumsum(step.counts, out=cumulative[1:])
+    rows = np.repeat(step.slots, step.counts)  # [T] slot of each token
+    offsets = np.repeat(step.starts - cumulative[:-1], step.counts)
+    positions = np.arange(len(rows)) + offsets  # [T] position of each token in its row
+    width = -(-int((step.starts + step.counts).max()) // live.block_size)
+    return Batch(
+        input_ids=live.tokens[rows, positions].astype(np.int64),
+        cumulative=cumulative,
+        past=step.starts,
+        block_table=live.table[step.slots, :width],
+        logits_rows=(cumulative[1:][step.samples] - 1).astype(np.int64),
+    )

@@ -1,0 +1,64 @@
+"""The engine's two seams, by duck type: the model (CPU, CUDA, fake) and the sampler (NumPy, CPU, CUDA twins).
+
+Knows shapes and promises only, no implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.rows import RowParams
+from worker.batch import Batch
+from worker.sequence import Ints
+
+
+class Model(Protocol):
+    """Tokens in, logits out, with a paged KV cache of its own. Sizes are fixed once it is built."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens a row may have, prompt and output."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a KV block holds."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks, block 0 included: the bin for padding, never lent to a row."""
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens one run may carry."""
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Writes the batch's keys and values to its blocks; logits [n, vocab_size] of ``logits_rows``.
+
+        The array is valid until the next run and may be edited. An exception means that this run gave
+        nothing and the cache's contents are lost, but the next run may succeed; what is worse must end the
+        process.
+        """
+
+
+class Sampler(Protocol):
+    """Logits in, one token a row out. Per-row state lives by slot from ``admit`` to ``release``."""
+
+    def admit(self, slot: int, params: RowParams, prompt: Seq[int], output: Seq[int] = ()) -> None:
+        """Takes a free slot for a row; ``output``: what it had generated when it was preempted."""
+
+    def release(self, slot: int) -> None:
+        """Frees a slot; nothing of its row may reach the next."""
+
+    def step(self, logits: NDArray[np.float32], slots: Ints) -> tuple[Ints, NDArray[np.uint8]]:
+        """One token for each of logits' n >= 1 rows, which belong to ``slots`` [n]: (tokens [n], Status [n]).
+
+        The token joins the row's own state at once. No token is meant where the status is INVALID_LOGITS or
+        NO_ALLOWED_TOKEN.
+        """
