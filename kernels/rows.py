@@ -1,9 +1,18 @@
-"""One row's sampling numbers and how a row can stand after a step. Shared by the three twins; knows nothing else."""
+"""One row's sampling numbers and how a row can stand after a step. Shared by the three twins.
+
+The constants a kernel reads are rounded here, once, on the host: every twin starts from the same bits.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
+
+GREEDY_BELOW = 1e-5  # a temperature under this is greedy
+ONE = 1 << 32  # top_p as a 32-bit fraction; ONE itself means off
 
 
 class Status(IntEnum):
@@ -25,8 +34,9 @@ class Status(IntEnum):
 class RowParams:
     """Resolved sampling numbers of one row; every field has its final value. Ids are token ids.
 
-    Order of operations (docs/requests.md): allowed ids, logit bias, banned ids, EOS and stop ids held back by
-    min_tokens -> repetition, frequency, presence penalties, n-gram bans -> temperature -> top_k -> min_p -> top_p -> draw.
+    Order of operations (docs/requests.md): allowed ids, logit bias, banned ids, grammar mask, EOS and stop ids
+    held back by min_tokens -> repetition, frequency, presence penalties, n-gram bans -> temperature -> top_k ->
+    min_p -> top_p -> draw.
     """
 
     max_tokens: int
@@ -47,3 +57,34 @@ class RowParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_ids: tuple[int, ...] = ()  # empty: all
     banned_ids: tuple[int, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the tokens seen so far change the logits."""
+        numbers = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return numbers != (1.0, 0.0, 0.0)
+
+    @property
+    def log2_scale(self) -> np.float32:
+        """fp32(log2(e) / T): turns a distance from the row's maximum into octaves of probability."""
+        return np.float32(math.log2(math.e) / self.temperature)
+
+    @property
+    def min_p_reach(self) -> np.float32:
+        """fp32(-log2(min_p)) octaves: min_p keeps what lies no further below the maximum. Off: infinite."""
+        if self.min_p <= 0:
+            return np.float32(np.inf)
+        return np.float32(max(0.0, -math.log2(self.min_p)))
+
+    @property
+    def top_p_fraction(self) -> int:
+        """top_p * 2**32, rounded; ONE when off."""
+        return min(ONE, math.floor(max(self.top_p, 0.0) * ONE + 0.5))
+
+    def limited_k(self, vocab_size: int) -> int:
+        """top_k, or 0 where it removes nothing."""
+        return self.top_k if 0 < self.top_k < vocab_size else 0
