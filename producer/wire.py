@@ -10,16 +10,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from producer import fields as table
 from producer.errors import RowError, WireError
-from producer.fields import Endpoint
 from producer.rules import Integer, OneOf, Rule, Text, refusal, show
 
 VERSION = 1
 FUNCTION = "livebatch.generate"  # the only RQ function name a worker accepts; never imported, never called
 
+Endpoint: TypeAlias = table.Endpoint  # "chat" | "completions"
 Message = dict[str, Any]
 FinishReason = Literal["stop", "length"]
 
@@ -100,7 +100,7 @@ class Request:
     @property
     def job_id(self) -> str:
         """The RQ job id: derived, so that submitting the same line again names the same job."""
-        return f"{self.batch_id}-{self.file}-{self.line}"
+        return make_job_id(self.batch_id, self.file, self.line)
 
     @classmethod
     def build(
@@ -135,8 +135,8 @@ class Request:
     def decode(cls, obj: Any) -> Request:
         """Inverse of encode, and the worker's check of a row: nothing in Redis is trusted.
 
-        Raises WireError when ``obj`` is no request of this version, and RowError for a value the contract refuses;
-        after a RowError the identity in ``obj`` (custom_id, batch_id, file, line) is sound.
+        Raises WireError when ``obj`` is no request of this version, RowError for a value that is refused; after
+        a RowError the identity in ``obj`` (custom_id, batch_id, file, line) is sound.
         """
         _check_shape(obj, "request", _REQUEST_KEYS)
         identity = _read(obj, _IDENTITY_RULES)
@@ -218,6 +218,10 @@ class Result:
         return cls(**_read(obj, _FAILED_RULES if "failure" in obj else _ANSWERED_RULES))
 
 
+def make_job_id(batch_id: str, file: int, line: int) -> str:
+    return f"{batch_id}-{file}-{line}"
+
+
 def parse_job_id(job_id: str) -> tuple[str, int, int]:
     """(batch id, file, line) of a job id. Raises WireError when it is none of ours."""
     parts = job_id.rsplit("-", 2)
@@ -229,14 +233,14 @@ def parse_job_id(job_id: str) -> tuple[str, int, int]:
 def derived_seed(request: Request) -> int:
     """The seed of a row that gives none: the same whenever the same line of the same batch runs again.
 
-    53 bits, not 64: it is echoed in the result, and JSON readers that hold numbers as doubles keep it exact.
+    53 bits, not 64: results echo it, and JSON readers with numbers as doubles keep it exact.
     """
     name = f"{request.batch_id}/{request.file}/{request.line}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 11
 
 
 def check_vocabulary(request: Request, vocab_size: int) -> None:
-    """Raise RowError for a token id the model does not have. Called by the worker: only it knows the model."""
+    """Raise RowError for a token id the model does not have. The worker calls it: it knows the model."""
     sampling = request.sampling
     for name, code, ids in (
         ("prompt_token_ids", "invalid_request", request.prompt_token_ids),
