@@ -15,7 +15,7 @@ from worker.sequence import Ints, Step
 class Batch:
     """One run of the model: T tokens of B rows, n of which want logits.
 
-    Row b owns tokens ``cumulative[b]:cumulative[b + 1]``, at positions ``past[b]`` and on. Its position p lives
+    Row b owns tokens ``cumulative[b]:cumulative[b + 1]``, at positions ``past[b]`` and on. Position p lives
     in block ``block_table[b, p // block_size]`` at offset ``p % block_size``.
     """
 

@@ -16,7 +16,7 @@ from worker.sequence import Ints, Sequence
 class LiveBatch:
     """``computed`` chases ``length``: prefill, chunks, decode and resume after preemption are that one rule.
 
-    Between steps every live line has a pending token (``computed < length``) and blocks for all of ``computed``.
+    Between steps a live line has at least one pending token (``computed < length``).
     """
 
     def __init__(self, max_batch: int, context_length: int, block_size: int) -> None:

@@ -1,0 +1,283 @@
+"""Scheduler: who runs, how many tokens each, who waits, who is preempted, who leaves.
+
+Policy is arithmetic on integers; knows block counts and lengths, no model, no text and no token's meaning.
+Who runs changes in ``plan`` and ``commit`` only; ``add`` and ``cancel`` leave a note for the next plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.rows import Status
+from worker.blocks import BlockPool, blocks_for
+from worker.live import LiveBatch
+from worker.sequence import Ints, Output, Row, Sequence, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The numbers the scheduler goes by."""
+
+    max_batch: int = 32  # live rows
+    prefill_tokens: int = (
+        64  # a step's share for rows with more than one token to compute, beside the decodes
+    )
+    max_overtakes: int = 16  # times a waiting row that does not fit yet may be overtaken, in its whole life
+    lookahead: int = 32  # waiting rows looked at past one that does not fit
+    reserve_tokens: int = (
+        16  # growth a live row is left room for when another joins, so that it rarely preempts
+    )
+
+
+def deal(pending: Ints, prefill_tokens: int) -> Ints:
+    """Tokens each row computes in a step, rows oldest first. [B] -> [B]
+
+    One pending token (a decode) always runs; rows with more share ``prefill_tokens``, the oldest first.
+    """
+    wanted = np.where(pending > 1, pending, 0)
+    before = np.cumsum(wanted) - wanted
+    return np.where(pending > 1, np.clip(prefill_tokens - before, 0, wanted), 1).astype(np.int32)
+
+
+def reserve(num_live: int, reserve_tokens: int, block_size: int) -> int:
+    """Blocks to leave free when a row joins ``num_live`` others."""
+    return blocks_for(num_live * reserve_tokens, block_size)
+
+
+class Scheduler:
+    """First come, first served, as far as slots, blocks and the step's token budget go."""
+
+    def __init__(self, policy: Policy, pool: BlockPool, live: LiveBatch, context_length: int) -> None:
+        self.policy = policy
+        self.limit = policy.max_batch  # live rows admitted now; see shrink
+        self.num_preemptions = 0
+        self._pool = pool
+        self._live = live
+        self._context_length = context_length
+        self._arrivals = itertools.count()
+        self._rows: dict[int, Sequence] = {}  # every row that has not ended, by id
+        self._waiting: deque[Sequence] = deque()  # by arrival, preempted rows in their old place
+        self._cancelled: set[int] = set()
+        self._left: list[int] = []
+        self._joined: list[Sequence] = []
+        self._outputs: list[Output] = []
+
+    # -- asked by anyone, between steps
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rows or self._outputs)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, row: Row) -> None:
+        """Queues a row. One that can never run is refused at once, by an Output."""
+        assert row.id not in self._rows, f"row {row.id} is already here"
+        refusal = self._refusal(row)
+        if refusal:
+            self._outputs.append(Output(row.id, (), *refusal))
+        else:
+            self._rows[row.id] = sequence = Sequence(row, next(self._arrivals))
+            self._waiting.append(sequence)
+
+    def cancel(self, row_id: int) -> None:
+        """Ends a row at the next plan. A row that has ended meanwhile is nobody's fault: ignored."""
+        if row_id in self._rows:
+            self._cancelled.add(row_id)
+
+    def take_outputs(self) -> list[Output]:
+        """What there is to say since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def computed(self, row_id: int) -> int | None:
+        """Tokens of the row in the cache; None when it has ended."""
+        sequence = self._rows.get(row_id)
+        if sequence is None:
+            return None
+        return int(self._live.computed[sequence.slot]) if sequence.slot >= 0 else 0
+
+    # -- plan
+
+    def plan(self, only: Set[int] | None = None) -> Step:
+        """The next step: every decode, and prefill as far as its share goes.
+
+        ``only``: admit these row ids alone (the live rows are among them). Raises RuntimeError when rows wait
+        and none can run: that is a bug and never the end of the work.
+        """
+        self._drop_cancelled()
+        self._make_room()
+        self._admit(only)
+        step = self._slices()
+        if not len(step) and (self._rows if only is None else only & self._rows.keys()):
+            raise RuntimeError(
+                f"{len(self._rows)} rows wait and none can run: {self._pool.num_free} blocks free"
+            )
+        return step
+
+    def _drop_cancelled(self) -> None:
+        for row_id in self._cancelled & self._rows.keys():
+            self._end(self._rows[row_id], Status.CANCELLED)
+        if self._cancelled:
+            self._waiting = deque(one for one in self._waiting if one.row.id not in self._cancelled)
+            self._cancelled.clear()
+
+    def _make_room(self) -> None:
+        """A block for each row whose tokens outgrew its own; where none is left, the newest rows make way."""
+        while len(cramped := self._live.cramped) > self._pool.num_free:
+            self._preempt(int(self._live.order[-1]))
+            self.num_preemptions += 1
+        self._live.grow(cramped, self._pool.lend(len(cramped)))
+
+    def _admit(self, only: Set[int] | None) -> None:
+        """Seats waiting rows while slots, blocks and the prefill share last.
+
+        A row that does not fit is stepped over, a bounded number of times. A trial (``only``) steps over whom
+        it likes and counts nothing.
+        """
+        pending = self._live.pending
+        share = self.policy.prefill_tokens - int(pending[pending > 1].sum())
+        passed: list[Sequence] = []
+        while self._waiting and share > 0 and len(self._live) < self.limit:
+            sequence = self._waiting.popleft()
+            if (only is None or sequence.row.id in only) and self._fits(sequence):
+                self._seat(sequence)
+                share -= sequence.num_tokens
+                for other in passed if only is None else ():
+                    other.overtaken += 1
+            else:
+                passed.append(sequence)
+            if only is None and self._must_wait(passed):
+                break
+        self._waiting.extendleft(reversed(passed))
+
+    def _must_wait(self, passed: list[Sequence]) -> bool:
+        """Whether nobody may overtake ``passed`` any more."""
+        overtaken = any(one.overtaken >= self.policy.max_overtakes for one in passed)
+        return overtaken or len(passed) > self.policy.lookahead
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Blocks for the known tokens, and a reserve for the rows that are already live."""
+        kept = reserve(len(self._live), self.policy.reserve_tokens, self._live.block_size)
+        return blocks_for(sequence.num_tokens, self._live.block_size) + kept <= self._pool.num_free
+
+    def _seat(self, sequence: Sequence) -> None:
+        blocks = self._pool.lend(blocks_for(sequence.num_tokens, self._live.block_size))
+        self._live.join(sequence, blocks)
+        self._joined.append(sequence)
+
+    def _slices(self) -> Step:
+        pending = self._live.pending
+        counts = deal(pending, self.policy.prefill_tokens)
+        runs = counts > 0
+        slots = self._live.order[runs]
+        step = Step(
+            slots=slots,
+            starts=self._live.computed[slots],
+            counts=counts[runs],
+            samples=(counts == pending)[runs],
+            left=tuple(self._left),
+            joined=tuple(self._joined),
+        )
+        self._left.clear()
+        self._joined.clear()
+        return step
+
+    # -- commit
+
+    def commit(self, step: Step, tokens: Ints, status: NDArray[np.uint8]) -> None:
+        """Books what ``step`` computed and what its n sampling rows drew [n]. Ended rows leave at once."""
+        live = self._live
+        live.computed[step.slots] += step.counts
+        slots = step.slots[step.samples]
+        drawn = status <= Status.LENGTH  # beyond, the row ended without a token
+        live.append(slots[drawn], tokens[drawn])
+        for index in np.flatnonzero((status != Status.RUNNING) | live.streamed[slots]).tolist():
+            sequence, how = live.at(slots[index]), Status(status[index])
+            if how == Status.RUNNING:
+                self._tell(sequence, how)
+            else:
+                self._end(sequence, how)
+                self.limit = min(self.limit + 1, self.policy.max_batch)
+
+    # -- after a failed step: the cache's contents are gone, the tokens are here
+
+    def evict(self) -> None:
+        """Every live row waits again, in its old place, with its tokens."""
+        for slot in reversed(self._live.order.tolist()):
+            self._preempt(slot)
+
+    def fail(self, row_id: int, message: str) -> None:
+        """Ends an evicted row."""
+        sequence = self._rows[row_id]
+        self._waiting.remove(sequence)
+        self._end(sequence, Status.FAILED, message)
+
+    def shrink(self) -> None:
+        """Halves the live rows admitted; every row that ends afterwards gives one place back."""
+        self.limit = max(1, min(self.limit, len(self._rows)) // 2)
+
+    # -- a row's ways out of its seat
+
+    def _preempt(self, slot: int) -> None:
+        sequence = self._live.at(slot)
+        sequence.output = self._live.output(slot)
+        self._unseat(slot)
+        newer = (place for place, one in enumerate(self._waiting) if one.arrival > sequence.arrival)
+        self._waiting.insert(next(newer, len(self._waiting)), sequence)
+
+    def _end(self, sequence: Sequence, status: Status, message: str = "") -> None:
+        self._tell(sequence, status, message)
+        del self._rows[sequence.row.id]
+        if sequence.slot >= 0:
+            self._unseat(sequence.slot)
+
+    def _unseat(self, slot: int) -> None:
+        self._pool.free(self._live.leave(slot))
+        self._left.append(slot)
+
+    def _tell(self, sequence: Sequence, status: Status, message: str = "") -> None:
+        if sequence.slot >= 0:
+            news = self._live.output(sequence.slot, since=sequence.num_sent)
+        else:
+            news = sequence.output[sequence.num_sent :]
+        sequence.num_sent += len(news)
+        self._outputs.append(Output(sequence.row.id, news, status, message))
+
+    def _refusal(self, row: Row) -> tuple[Status, str] | None:
+        num_prompt, max_tokens = len(row.prompt), row.params.max_tokens
+        asked = f"{num_prompt} prompt tokens + max_tokens {max_tokens} = {num_prompt + max_tokens}"
+        needs = blocks_for(num_prompt + max_tokens - 1, self._live.block_size)  # the last token is never run
+        if not num_prompt or max_tokens < 1:
+            return Status.FAILED, f"nothing to do: {asked} tokens"
+        if num_prompt + max_tokens > self._context_length:
+            return Status.TOO_LARGE, f"{asked}, the model's context is {self._context_length}"
+        if needs > self._pool.num_usable:
+            return (
+                Status.TOO_LARGE,
+                f"{asked} tokens need {needs} KV blocks, there are {self._pool.num_usable}",
+            )
+        return None
+
+    def check(self) -> None:
+        """Raises AssertionError where scheduler, live batch and pool contradict one another."""
+        live = self._live
+        live.check()
+        seated = [live.at(slot) for slot in live.order.tolist()]
+        self._pool.check(np.concatenate([live.blocks(one.slot) for one in seated] or [live.order]))
+        everyone = [*seated, *self._waiting]
+        assert len(everyone) == len(self._rows), "a row is lost or there twice"
+        assert all(self._rows[one.row.id] is one for one in everyone)
+        assert all(one.slot == -1 for one in self._waiting)
+        arrivals = [one.arrival for one in self._waiting]
+        assert arrivals == sorted(arrivals), "not in order of arrival"
+        assert all(one.overtaken <= self.policy.max_overtakes for one in everyone), "overtaken too often"
+        assert len(live) <= self.policy.max_batch
