@@ -1,0 +1,225 @@
+"""Leases against a real Redis, held against RQ's own classes: what we write, RQ reads right."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import redis
+from rq import Queue, Retry
+from rq.executions import Execution
+from rq.job import Job, JobStatus
+
+from producer.store import Serializer
+from producer.wire import FUNCTION
+from worker.leases import Claim, Leases, recover
+
+pytestmark = pytest.mark.redis
+LARGEST = 100_000
+
+
+def queue(connection: redis.Redis, name: str = "q") -> Queue:
+    return Queue(name, connection=connection, serializer=Serializer)
+
+
+def enqueue(queue: Queue, count: int, first: int = 0) -> list[Job]:
+    rows = [
+        Queue.prepare_data(
+            FUNCTION, args=({"n": n},), job_id=f"b-0-{n}", retry=Retry(max=10**6), timeout=-1, description="d"
+        )
+        for n in range(first, first + count)
+    ]
+    return list(queue.enqueue_many(rows))
+
+
+def leases(connection: redis.Redis, name: str = "w", seconds: float = 10) -> Leases:
+    return Leases(connection, name, seconds, LARGEST)
+
+
+def ids(claims: list[Claim]) -> list[str]:
+    return [claim.lease.job_id for claim in claims]
+
+
+def fetch(connection: redis.Redis, job_id: str) -> Job:
+    return Job.fetch(job_id, connection=connection, serializer=Serializer)
+
+
+def test_rq_sees_what_we_hold(connection: redis.Redis) -> None:
+    line = queue(connection)
+    enqueue(line, 3)
+    before = time.time()
+    first, second = leases(connection).claim(2, [("q", 2)])
+    assert ids([first, second]) == ["b-0-0", "b-0-1"]
+    assert line.job_ids == ["b-0-2"]
+    job = fetch(connection, "b-0-0")
+    assert job.get_status() == JobStatus.STARTED
+    assert job.worker_name == "w"
+    assert job.started_at and abs(job.started_at.timestamp() - before) < 5
+    assert connection.ttl(job.key) == -1
+    assert line.started_job_registry.get_job_and_execution_ids() == [
+        ("b-0-0", first.lease.execution_id),
+        ("b-0-1", second.lease.execution_id),
+    ]
+    (execution,) = job.get_executions()
+    assert execution.worker_name == "w"
+    assert Execution.fetch(first.lease.execution_id, "b-0-0", connection).created_at.timestamp() >= before
+    assert connection.smembers("rq:worker:w:executions") == {
+        first.lease.run.encode(),
+        second.lease.run.encode(),
+    }
+    assert 9 < connection.ttl(f"rq:execution:{first.lease.run}") <= 10
+
+
+def test_a_claim_carries_what_the_check_needs(connection: redis.Redis) -> None:
+    (job,) = enqueue(queue(connection), 1)
+    connection.hset(job.key, mapping={"livebatch_deaths": 2, "failure_callback_name": "os.system"})
+    (claim,) = leases(connection).claim(8, [("q", 8)])
+    assert claim.is_started
+    assert (claim.status, claim.deaths) == (b"queued", b"2")
+    assert (claim.success_callback, claim.failure_callback) == (b"", b"os.system")
+    assert claim.data[:1] == b"\x78"  # zlib
+
+
+def test_quotas_first_then_whoever_has_rows(connection: redis.Redis) -> None:
+    low, high = queue(connection, "low"), queue(connection, "high")
+    enqueue(low, 10)
+    enqueue(high, 2, first=100)
+    taken = leases(connection).claim(6, [("high", 4), ("low", 2)])
+    assert ids(taken) == ["b-0-100", "b-0-101", "b-0-0", "b-0-1", "b-0-2", "b-0-3"]
+    assert len(low) == 6
+
+
+def test_a_lease_is_renewed_while_it_is_ours(connection: redis.Redis) -> None:
+    enqueue(queue(connection), 4)
+    ours = leases(connection)
+    held = [claim.lease for claim in ours.claim(4, [("q", 4)])]
+    fetch(connection, "b-0-1").cancel()
+    fetch(connection, "b-0-2").delete()
+    connection.zadd("rq:wip:q", {held[0].run: time.time() - 1})  # late, and nobody took it: still ours
+    assert [lease.job_id for lease in ours.renew(held)] == ["b-0-1", "b-0-2"]
+    assert connection.zscore("rq:wip:q", held[0].run) > time.time() + 9
+    assert not connection.exists("rq:job:b-0-2"), "a deleted job stays deleted"
+    assert connection.scard("rq:worker:w:executions") == 2
+    assert ours.renew([]) == []
+
+
+def test_rows_of_the_dead_go_back_in_order_without_costing_a_retry(connection: redis.Redis) -> None:
+    line = queue(connection)
+    enqueue(line, 5)
+    leases(connection, "dead", seconds=0.05).claim(3, [("q", 3)])
+    assert recover(connection, "q") == [], "not before the lease is over"
+    wait_until(lambda: connection.zcount("rq:wip:q", "-inf", time.time()) == 3)
+    assert recover(connection, "q") == ["b-0-0", "b-0-1", "b-0-2"]
+    assert line.job_ids == [f"b-0-{n}" for n in range(5)]
+    job = fetch(connection, "b-0-0")
+    assert job.get_status() == JobStatus.QUEUED
+    assert job.retries_left == 10**6
+    assert not connection.zcard("rq:wip:q")
+    assert recover(connection, "q") == []
+
+
+def test_many_recover_at_once_and_each_row_comes_back_once(connection: redis.Redis) -> None:
+    line = queue(connection)
+    enqueue(line, 50)
+    leases(connection, "dead", seconds=0.01).claim(50, [("q", 50)])
+    wait_until(lambda: connection.zcount("rq:wip:q", "-inf", time.time()) == 50)
+    threads = [threading.Thread(target=recover, args=(connection, "q")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert line.job_ids == [f"b-0-{n}" for n in range(50)]
+
+
+def test_a_thawed_worker_has_lost_what_another_took(connection: redis.Redis) -> None:
+    enqueue(queue(connection), 1)
+    frozen, other = leases(connection, "frozen", seconds=0.01), leases(connection, "other")
+    (old,) = frozen.claim(1, [("q", 1)])
+    wait_until(lambda: recover(connection, "q") == ["b-0-0"])
+    (new,) = other.claim(1, [("q", 1)])
+    assert frozen.renew([old.lease]) == [old.lease]
+    assert frozen.hand_back([old.lease]) == 0
+    assert other.renew([new.lease]) == []
+    assert fetch(connection, "b-0-0").worker_name == "other"
+
+
+def test_a_lease_renewed_while_rq_requeues_its_job_is_not_owned(connection: redis.Redis) -> None:
+    """RQ's cleanup is not atomic: the owner may prolong between its look and its write."""
+    line = queue(connection)
+    (job,) = enqueue(line, 1)
+    ours = leases(connection)
+    (claim,) = ours.claim(1, [("q", 1)])
+    with connection.pipeline() as pipe:
+        fetch(connection, job.id).retry(line, pipe)
+        pipe.execute()
+    assert ours.renew([claim.lease]) == [claim.lease]
+    assert line.job_ids == ["b-0-0"]
+
+
+def test_an_id_queued_twice_runs_once(connection: redis.Redis) -> None:
+    enqueue(queue(connection), 1)
+    connection.rpush("rq:queue:q", "b-0-0")
+    assert ids(leases(connection).claim(8, [("q", 8)])) == ["b-0-0"]
+    assert not connection.exists("rq:queue:q")
+
+
+def test_a_started_job_nobody_holds_is_taken(connection: redis.Redis) -> None:
+    (job,) = enqueue(queue(connection), 1)
+    connection.hset(job.key, mapping={"status": "started", "worker_name": "gone"})
+    (claim,) = leases(connection).claim(8, [("q", 8)])
+    assert claim.is_started
+
+
+def test_hand_back_restores_the_front_of_the_queue(connection: redis.Redis) -> None:
+    line = queue(connection)
+    enqueue(line, 6)
+    ours = leases(connection)
+    held = [claim.lease for claim in ours.claim(4, [("q", 4)])]
+    fetch(connection, "b-0-1").cancel()
+    assert ours.hand_back(held) == 3
+    assert line.job_ids == ["b-0-0", "b-0-2", "b-0-3", "b-0-4", "b-0-5"]
+    assert fetch(connection, "b-0-0").retries_left == 10**6
+    assert ours.hand_back(held) == 0, "once only"
+    assert len(line) == 5
+    assert not connection.keys("rq:execution*")
+    assert not connection.exists("rq:worker:w:executions")
+    assert ours.hand_back([]) == 0
+
+
+@pytest.mark.parametrize("status", ["finished", "failed", "canceled", "stopped"])
+def test_jobs_that_ended_are_dropped_untouched(connection: redis.Redis, status: str) -> None:
+    (job,) = enqueue(queue(connection), 1)
+    connection.hset(job.key, "status", status)
+    (claim,) = leases(connection).claim(8, [("q", 8)])
+    assert not claim.is_started
+    assert connection.hget(job.key, "status") == status.encode()
+    assert not connection.exists("rq:wip:q")
+
+
+def test_hostile_lists_and_hashes_do_not_stop_a_claim(connection: redis.Redis) -> None:
+    line = queue(connection)
+    connection.rpush(
+        "rq:queue:q", "no such job", "with:colon", "x" * 5000, b"\xff\xfe", "missing", "text", "nodata"
+    )
+    connection.set("rq:job:text", "not a hash")
+    connection.hset("rq:job:nodata", "status", "queued")
+    enqueue(line, 2)
+    connection.hset("rq:job:b-0-0", "data", b"x" * (LARGEST + 1))
+    connection.hset("rq:job:b-0-1", "webhooks", b"y" * 10**6)
+    taken = leases(connection).claim(20, [("q", 20)])
+    started = {claim.lease.job_id: claim for claim in taken if claim.is_started}
+    assert set(started) == {"b-0-0", "b-0-1"}
+    assert started["b-0-0"].data == str(LARGEST + 1).encode(), "the size travels, not the data"
+    assert len(started["b-0-1"].webhooks) == 200
+    assert len(taken) == 9
+    connection.set("rq:queue:other", "not a list")
+    assert leases(connection).claim(5, [("other", 5), ("q", 5)]) == []
+
+
+def wait_until(condition: object) -> None:
+    """Look until it holds: a lease runs out by the clock alone."""
+    limit = time.monotonic() + 10
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < limit
+        time.sleep(0.005)

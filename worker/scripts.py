@@ -1,0 +1,225 @@
+"""The Lua that runs inside Redis: a job is taken and leased in one step, and a lease ends in one step.
+
+Owns the scripts' text and the order of their arguments; leases.py calls them. They write RQ's own keys in
+RQ's own form, which tests/worker/test_leases.py holds against RQ's classes. ARGV[1] is RQ's key prefix.
+
+    {rq}:queue:{q}                 list    waiting job ids
+    {rq}:job:{id}                  hash    the job
+    {rq}:wip:{q}                   zset    "{id}:{execution}" -> when its lease ends (unix seconds)
+    {rq}:execution:{id}:{ex}       hash    one run of a job
+    {rq}:executions:{id}           zset    execution -> a minute after its lease ends
+    {rq}:worker:{name}:executions  set     "{id}:{execution}" of the worker
+"""
+
+from __future__ import annotations
+
+# What of a job a worker looks at; nothing else of the hash is fetched. The order is Claim's in leases.py.
+FIELDS = (
+    "data",
+    "status",
+    "success_callback_name",
+    "failure_callback_name",
+    "stopped_callback_name",
+    "webhooks",
+    "repeats_left",
+    "rate_limit_key",
+    "result_ttl",
+    "failure_ttl",
+    "livebatch_deaths",  # ours: engine deaths this row was in; RQ leaves fields it does not know alone
+)
+
+_LEASE = """
+local rq = ARGV[1]
+
+local function job_key(id) return rq .. ':job:' .. id end
+local function wip_key(queue) return rq .. ':wip:' .. queue end
+
+-- Whether this worker still owns this run of the job: nobody requeued, cancelled, deleted or took it.
+local function owns(worker, queue, id, execution)
+  if not redis.call('ZSCORE', wip_key(queue), id .. ':' .. execution) then return false end
+  local job = redis.call('HMGET', job_key(id), 'status', 'worker_name')
+  return job[1] == 'started' and job[2] == worker
+end
+
+-- Whether any run of the job holds a lease that is not over.
+local function is_leased(queue, id, now)
+  for _, execution in ipairs(redis.call('ZRANGE', rq .. ':executions:' .. id, 0, -1)) do
+    local till = redis.call('ZSCORE', wip_key(queue), id .. ':' .. execution)
+    if till and tonumber(till) > now then return true end
+  end
+  return false
+end
+
+-- All traces of one run.
+local function forget(worker, queue, id, execution)
+  local run = id .. ':' .. execution
+  redis.call('ZREM', wip_key(queue), run)
+  redis.call('DEL', rq .. ':execution:' .. run)
+  redis.call('ZREM', rq .. ':executions:' .. id, execution)
+  redis.call('SREM', rq .. ':worker:' .. worker .. ':executions', run)
+end
+
+-- Back to the front of its queue, as if it had never been taken; no retry is consumed.
+local function requeue(queue, id, now)
+  redis.call('HSET', job_key(id), 'status', 'queued', 'worker_name', '', 'started_at', '', 'enqueued_at', now)
+  redis.call('LPUSH', rq .. ':queue:' .. queue, id)
+end
+"""
+
+# ARGV: rq, worker, execution prefix, now (unix), now (RQ's text), lease seconds, room, largest data in bytes,
+#       the number of fields, the fields, then (queue, quota) for each queue in order of priority.
+# Returns for each id taken: queue, id, execution, field values. execution '' means that it was not started:
+# the list named something that is no job of RQ's, or one that already ended. data is its size if too large.
+CLAIM = (
+    _LEASE
+    + """
+local worker, prefix, now, text = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
+local lease, room, largest = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local num_fields = tonumber(ARGV[9])
+local fields = {}
+for i = 1, num_fields do fields[i] = ARGV[9 + i] end
+local ended = {finished = true, failed = true, canceled = true, stopped = true}
+local claims, taken = {}, 0
+
+local function start(queue, id, execution)
+  local run = id .. ':' .. execution
+  redis.call('HSET', rq .. ':execution:' .. run, 'id', execution, 'job_id', id,
+             'created_at', ARGV[4], 'last_heartbeat', ARGV[4], 'worker_name', worker)
+  redis.call('EXPIRE', rq .. ':execution:' .. run, math.ceil(lease))
+  redis.call('ZADD', rq .. ':executions:' .. id, now + lease + 60, execution)
+  redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
+  redis.call('ZADD', wip_key(queue), now + lease + taken / 1e6, run)  -- in order, for RECOVER
+  redis.call('SADD', rq .. ':worker:' .. worker .. ':executions', run)
+  redis.call('HSET', job_key(id), 'status', 'started', 'started_at', text, 'worker_name', worker,
+             'last_heartbeat', text)
+  redis.call('PERSIST', job_key(id))
+end
+
+-- Field values, cut short where they are absurd: a hostile hash must not travel.
+local function look(id)
+  local size = redis.pcall('HSTRLEN', job_key(id), 'data')
+  if type(size) == 'table' then return nil end
+  local values = redis.call('HMGET', job_key(id), unpack(fields, 2))
+  for i = 1, num_fields - 1 do values[i] = string.sub(values[i] or '', 1, 200) end
+  table.insert(values, 1, size > largest and tostring(size) or redis.call('HGET', job_key(id), 'data'))
+  return values
+end
+
+local function take(queue)
+  local id = redis.pcall('LPOP', rq .. ':queue:' .. queue)
+  if type(id) ~= 'string' then return false end
+  taken = taken + 1
+  local values = string.match(id, '^[%w_-]+$') and look(id)
+  if not values then
+    claims[#claims + 1] = {queue, string.sub(id, 1, 200), '', {}}
+  elseif not values[1] or ended[values[2]] then
+    claims[#claims + 1] = {queue, id, '', values}
+  elseif not (values[2] == 'started' and is_leased(queue, id, now)) then
+    local execution = prefix .. taken
+    start(queue, id, execution)
+    claims[#claims + 1] = {queue, id, execution, values}
+  end
+  return true
+end
+
+for first = 1, 2 do  -- each queue's quota, then whoever has rows
+  for i = 10 + num_fields, #ARGV, 2 do
+    local quota = first == 1 and tonumber(ARGV[i + 1]) or room
+    while quota > 0 and taken < room and take(ARGV[i]) do quota = quota - 1 end
+  end
+end
+redis.call('EXPIRE', rq .. ':worker:' .. worker .. ':executions', math.ceil(lease) + 60)
+return claims
+"""
+)
+
+# ARGV: rq, worker, now (unix), lease seconds, then (queue, id, execution) for each lease.
+# Returns the positions (from 0) of leases that are lost; a lost lease is not brought back.
+RENEW = (
+    _LEASE
+    + """
+local now, lease, lost = tonumber(ARGV[3]), tonumber(ARGV[4]), {}
+for i = 5, #ARGV, 3 do
+  local queue, id, execution = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local run = id .. ':' .. execution
+  if owns(ARGV[2], queue, id, execution) then
+    redis.call('ZADD', wip_key(queue), now + lease + i / 1e6, run)
+    redis.call('HSET', rq .. ':execution:' .. run, 'last_heartbeat', ARGV[3])
+    redis.call('EXPIRE', rq .. ':execution:' .. run, math.ceil(lease))
+    redis.call('ZADD', rq .. ':executions:' .. id, now + lease + 60, execution)
+    redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
+  else
+    forget(ARGV[2], queue, id, execution)
+    lost[#lost + 1] = (i - 5) / 3
+  end
+end
+return lost
+"""
+)
+
+# ARGV: rq, worker, then (queue, id, execution) for each lease.
+# Returns for each: 0 not ours any more, 1 ours, 2 ours and other jobs wait for it.
+OWNED = (
+    _LEASE
+    + """
+local owned = {}
+for i = 3, #ARGV, 3 do
+  local id = ARGV[i + 1]
+  local ours = owns(ARGV[2], ARGV[i], id, ARGV[i + 2])
+  owned[#owned + 1] = ours and (1 + redis.call('EXISTS', job_key(id) .. ':dependents')) or 0
+end
+return owned
+"""
+)
+
+# ARGV: rq, worker, then (queue, id, execution) for each lease. Ends the runs; the jobs stay as they are.
+FORGET = (
+    _LEASE
+    + """
+for i = 3, #ARGV, 3 do forget(ARGV[2], ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
+"""
+)
+
+# ARGV: rq, worker, now (RQ's text), then (queue, id, execution) for each lease, in the order they shall run.
+# Returns how many were ours and are back at the front of their queues.
+HAND_BACK = (
+    _LEASE
+    + """
+local returned = 0
+for i = #ARGV - 2, 4, -3 do
+  local queue, id, execution = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local ours = owns(ARGV[2], queue, id, execution)
+  forget(ARGV[2], queue, id, execution)
+  if ours then
+    requeue(queue, id, ARGV[3])
+    returned = returned + 1
+  end
+end
+return returned
+"""
+)
+
+# ARGV: rq, queue, now (unix), now (RQ's text), most rows. Runs whose lease is over end, and their jobs go
+# back to the front of the queue in their old order. Returns the ids.
+RECOVER = (
+    _LEASE
+    + """
+local queue, back = ARGV[2], {}
+local runs = redis.call('ZRANGEBYSCORE', wip_key(queue), '-inf', '(' .. ARGV[3], 'LIMIT', 0, ARGV[5])
+for i = #runs, 1, -1 do
+  local id, execution = string.match(runs[i], '^(.+):([^:]+)$')
+  if not id then
+    redis.call('ZREM', wip_key(queue), runs[i])
+  else
+    local job = redis.call('HMGET', job_key(id), 'status', 'worker_name')
+    local worker = redis.call('HGET', rq .. ':execution:' .. runs[i], 'worker_name') or job[2] or ''
+    forget(worker, queue, id, execution)
+    if job[1] == 'started' and not is_leased(queue, id, tonumber(ARGV[3])) then
+      requeue(queue, id, ARGV[4])
+      back[#back + 1] = id
+    end
+  end
+end
+return back
+"""
+)

@@ -1,0 +1,149 @@
+"""What a worker was told: flags and LIVEBATCH_* environment, read once, checked, then frozen.
+
+Owns the rules and their wording. Must not know Redis, models or terminals. Computed facts are never
+written back.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from producer.errors import UsageError
+
+SamplingDefaults = Literal["openai", "model"]
+Device = Literal["cpu", "cuda"]
+Choice = TypeVar("Choice", bound=str)
+SAMPLING_DEFAULTS: tuple[SamplingDefaults, ...] = ("openai", "model")
+DEVICES: tuple[Device, ...] = ("cpu", "cuda")
+
+DUMMY = "dummy"
+DEFAULT_QUEUE = "livebatch"
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def unique_name() -> str:
+    """A worker's name is never used twice: RQ takes the death of a namesake for the living one's."""
+    host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())
+    return f"{host}-{uuid.uuid4().hex[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueShare:
+    """One queue and its weight: with rows in all queues, each gets its weight's share of the claims."""
+
+    name: str
+    weight: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the engine's process needs to build its model. Plain values: they cross a process border."""
+
+    model: str  # a model folder's path, or DUMMY
+    device: Device = "cpu"
+    max_batch: int = 32
+    threads: int | None = None  # None: what the machine has
+    kv_bytes: int | None = None  # None: the model's own choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a worker was told. Build it with ``read``, which checks."""
+
+    engine: EngineSettings
+    redis_url: str
+    queues: tuple[QueueShare, ...] = (QueueShare(DEFAULT_QUEUE),)
+    burst: bool = False
+    grace_seconds: float = 30.0
+    sampling_defaults: SamplingDefaults = "openai"
+    max_tokens_default: int | None = None
+    name: str = field(default_factory=unique_name)
+    lease_seconds: float = 10.0  # a row of a dead worker waits this long before it runs elsewhere
+    beat_seconds: float = 3.0
+    maintenance_seconds: float = 3.0
+
+    @property
+    def room(self) -> int:
+        """Most rows in hand: the live batch, and as many again checked and tokenised ahead."""
+        return 2 * self.engine.max_batch
+
+
+def read(
+    *,
+    model: str,
+    redis_url: str,
+    queues: Sequence[str] = (),
+    device: str = "cpu",
+    max_batch: int = 32,
+    threads: int | None = None,
+    kv_memory: str | None = None,
+    burst: bool = False,
+    grace: float = 30.0,
+    sampling_defaults: str = "openai",
+    max_tokens_default: int | None = None,
+) -> Settings:
+    """Settings from values as a person typed them. Raises UsageError naming the flag and what it wants."""
+    engine = EngineSettings(
+        model=model,
+        device=_one_of(device, DEVICES, "--device"),
+        max_batch=_at_least(1, max_batch, "--max-batch"),
+        threads=None if threads is None else _at_least(1, threads, "--threads"),
+        kv_bytes=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
+    )
+    if not 0 <= grace < float("inf"):
+        raise UsageError(f"--grace wants seconds, 0 or more, not {grace}")
+    limit = None if max_tokens_default is None else _at_least(1, max_tokens_default, "--max-tokens-default")
+    return Settings(
+        engine=engine,
+        redis_url=redis_url,
+        queues=parse_queues(queues),
+        burst=burst,
+        grace_seconds=grace,
+        sampling_defaults=_one_of(sampling_defaults, SAMPLING_DEFAULTS, "--sampling-defaults"),
+        max_tokens_default=limit,
+    )
+
+
+def parse_queues(given: Sequence[str]) -> tuple[QueueShare, ...]:
+    """``NAME`` or ``NAME=WEIGHT``, once each; none given: the default queue."""
+    shares = tuple(map(_parse_queue, given)) or (QueueShare(DEFAULT_QUEUE),)
+    if len({share.name for share in shares}) < len(shares):
+        raise UsageError("--queue names a queue twice")
+    return shares
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """``512M``, ``2G``, ``1073741824``: powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
+    if not match or float(match[1]) <= 0:
+        raise UsageError(f"{flag} wants a size such as 512M or 2G, not {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def _parse_queue(text: str) -> QueueShare:
+    name, equals, weight = text.partition("=")
+    if not name or any(character.isspace() or character in ",{}" for character in name):
+        raise UsageError(f"--queue wants NAME or NAME=WEIGHT, not {text!r}")
+    if not equals:
+        return QueueShare(name)
+    if not weight.isascii() or not weight.isdigit() or not 1 <= int(weight) <= 1000:
+        raise UsageError(f"--queue {name}: the weight is a whole number from 1 to 1000, not {weight!r}")
+    return QueueShare(name, int(weight))
+
+
+def _at_least(least: int, value: int, flag: str) -> int:
+    if value < least:
+        raise UsageError(f"{flag} must be at least {least}, not {value}")
+    return value
+
+
+def _one_of(text: str, choices: tuple[Choice, ...], flag: str) -> Choice:
+    for choice in choices:
+        if text == choice:
+            return choice
+    raise UsageError(f"{flag} is {' or '.join(choices)}, not {text!r}")
