@@ -24,7 +24,7 @@ ENDPOINTS: Mapping[str, wire.Endpoint] = {"/v1/chat/completions": "chat", "/v1/c
 # The id of a line that is no JSON: good only where it stands first and whole, as every writer puts it.
 LEADING_ID = re.compile(r'\s*\{\s*"(?:custom_id|id|key|request_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d+)\s*[,}]')
 # str.splitlines breaks a line at these; they are written as escapes so that no reader can.
-LINE_BREAKERS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+LINE_BREAKERS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 _decode = json.JSONDecoder().decode
 
@@ -273,8 +273,12 @@ def flat_line(result: wire.Result) -> dict[str, Any]:
 
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
-    """An output line as bytes, ``\\n`` at its end and no other line break in it, whatever a reader splits at."""
-    return wire.dumps(line).translate(LINE_BREAKERS).encode() + b"\n"
+    """An output line as bytes: ``\\n`` at its end, and nowhere else anything a reader might split at."""
+    text = wire.dumps(line)
+    if not text.isascii():
+        for breaker, escape in LINE_BREAKERS.items():
+            text = text.replace(breaker, escape)
+    return text.encode() + b"\n"
 
 
 def _body(result: wire.Result) -> dict[str, Any]:

@@ -33,9 +33,10 @@ def show(value: Any) -> str:
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, (bool, int, float)):
         return json.dumps(value)
-    if isinstance(value, Mapping):
-        return "an object"
-    return "a list" if isinstance(value, Sequence) else f"a {type(value).__name__}"
+    if not isinstance(value, (Mapping, Sequence)):
+        return f"a {type(value).__name__}"
+    kind = "object" if isinstance(value, Mapping) else "list"
+    return f"{'a' if value and kind == 'list' else 'an'} {'' if value else 'empty '}{kind}"
 
 
 def refusal(path: str, wanted: str, value: Any, *, code: str = "invalid_value", hint: str = "") -> RowError:

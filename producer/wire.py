@@ -135,8 +135,8 @@ class Request:
     def decode(cls, obj: Any) -> Request:
         """Inverse of encode, and the worker's check of a row: nothing in Redis is trusted.
 
-        Raises WireError when ``obj`` is no request of this version, RowError for a value that is refused; after
-        a RowError the identity in ``obj`` (custom_id, batch_id, file, line) is sound.
+        Raises WireError when ``obj`` is no request of this version, RowError for a value that is refused.
+        After a RowError the identity in ``obj`` (custom_id, batch_id, file, line) is sound.
         """
         _check_shape(obj, "request", _REQUEST_KEYS)
         identity = _read(obj, _IDENTITY_RULES)
