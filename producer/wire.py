@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
@@ -22,6 +23,7 @@ FUNCTION = "livebatch.generate"  # the only RQ function name a worker accepts; n
 Endpoint: TypeAlias = table.Endpoint  # "chat" | "completions"
 Message = dict[str, Any]
 FinishReason = Literal["stop", "length"]
+_JOB_ID = re.compile("([A-Za-z0-9_-]{1,64})-([0-9]{1,10})-([0-9]{1,10})")
 
 # A row's own failure carries an HTTP status; what the batch did to it has none (response: null).
 STATUS_CODES: Mapping[str, int | None] = {
@@ -224,10 +226,10 @@ def make_job_id(batch_id: str, file: int, line: int) -> str:
 
 def parse_job_id(job_id: str) -> tuple[str, int, int]:
     """(batch id, file, line) of a job id. Raises WireError when it is none of ours."""
-    parts = job_id.rsplit("-", 2)
-    if len(parts) != 3 or not (parts[1] + parts[2]).isdecimal():
-        raise WireError(f"{job_id!r} is not the id of a row")
-    return parts[0], int(parts[1]), int(parts[2])
+    match = _JOB_ID.fullmatch(job_id)
+    if match is None:
+        raise WireError(f"{show(job_id)} is not the id of a row")
+    return match[1], int(match[2]), int(match[3])
 
 
 def derived_seed(request: Request) -> int:
