@@ -44,7 +44,7 @@ class BlockPool:
         assert self._lent[blocks].all(), "a block was freed that was not lent"
         assert len(np.unique(blocks)) == len(blocks), "a block was freed twice"
         self._lent[blocks] = False
-        self._stack[self.num_free : self.num_free + len(blocks)] = blocks[::-1]
+        self._stack[self.num_free : self.num_free + len(blocks)] = blocks
         self.num_free += len(blocks)
 
     @property

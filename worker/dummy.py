@@ -34,7 +34,8 @@ class TokenCache:
         """For each logits row: the values of its whole table [n, W * block_size] and how many count [n]."""
         rows = np.searchsorted(batch.cumulative, batch.logits_rows, side="right") - 1
         lengths = token_positions(batch)[batch.logits_rows] + 1
-        return self.cells[batch.block_table[rows]].reshape(len(rows), -1), lengths
+        width = batch.block_table.shape[1] * self.block_size
+        return self.cells[batch.block_table[rows]].reshape(len(rows), width), lengths
 
 
 def token_positions(batch: Batch) -> Cells:
@@ -121,7 +122,7 @@ class HashModel:
         """One-hot logits [n, vocab_size]."""
         assert 0 < len(batch.input_ids) <= self.max_step_tokens
         positions = token_positions(batch)
-        self._cache.write(batch, batch.input_ids * self.context_length + positions, positions)
+        self._cache.write(batch, batch.input_ids << 24 | positions, positions)
         return one_hot(self._hash(*self._cache.read(batch)), self.vocab_size)
 
     def poison(self, blocks: Ints) -> None:

@@ -1,0 +1,125 @@
+"""Shared by the engine's tests: a strict sampler that minds the whole history, rows, solo runs, a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.rows import RowParams, Status
+from worker.dummy import HashModel
+from worker.engine import Engine
+from worker.scheduler import Policy
+from worker.sequence import Output, Row
+
+
+class WatchfulSampler:
+    """Greedy, then shifted by the row's seed and everything it has seen: lost or foreign state shows at once.
+
+    Asserts that slots are taken free and given back taken.
+    """
+
+    def __init__(self, max_batch: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.rows: list[tuple[RowParams, list[int], int] | None] = [None] * max_batch
+        self.calls = 0
+
+    def admit(self, slot: int, params: RowParams, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
+        assert self.rows[slot] is None, f"slot {slot} still holds a row"
+        self.rows[slot] = (params, [*prompt, *output], len(prompt))
+
+    def release(self, slot: int) -> None:
+        assert self.rows[slot] is not None, f"slot {slot} holds no row"
+        self.rows[slot] = None
+
+    def step(
+        self, logits: NDArray[np.float32], slots: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        assert logits.shape == (len(slots), self.vocab_size)
+        assert len(set(slots.tolist())) == len(slots) > 0
+        self.calls += 1
+        drawn = [self.draw(logits[i], slot) for i, slot in enumerate(slots.tolist())]
+        return np.array([t for t, _ in drawn], np.int32), np.array([s for _, s in drawn], np.uint8)
+
+    def draw(self, logits: NDArray[np.float32], slot: int) -> tuple[int, Status]:
+        row = self.rows[slot]
+        assert row is not None, f"slot {slot} holds no row"
+        params, history, num_prompt = row
+        if np.isnan(logits).any():
+            return -1, Status.INVALID_LOGITS
+        token = (int(logits.argmax()) + params.seed + sum(history) + len(history)) % self.vocab_size
+        history.append(token)
+        return token, ending(params, token, len(history) - num_prompt)
+
+
+def ending(params: RowParams, token: int, num_output: int) -> Status:
+    if token in params.eos_ids:
+        return Status.EOS
+    if token in params.stop_ids:
+        return Status.STOP
+    return Status.LENGTH if num_output == params.max_tokens else Status.RUNNING
+
+
+def row(id: int, prompt: Iterable[int], max_tokens: int, streamed: bool = False, **params: object) -> Row:
+    return Row(id, tuple(prompt), RowParams(max_tokens=max_tokens, **params), streamed)  # type: ignore[arg-type]
+
+
+def engine_over(model: HashModel, **policy: int) -> Engine:
+    numbers = Policy(**{"max_batch": 4, "prefill_tokens": 16, **policy})
+    return Engine(model, WatchfulSampler(numbers.max_batch, model.vocab_size), numbers)
+
+
+def solo(one: Row) -> tuple[list[int], Status]:
+    """What the row gives with the machine to itself: one slot, all blocks, its prompt in one chunk."""
+    *partial, last = lonely_engine().generate([one])
+    return [token for output in (*partial, last) for token in output.tokens], last.status
+
+
+@cache
+def lonely_engine() -> Engine:
+    model = HashModel(block_size=16, num_blocks=9, max_step_tokens=129)
+    return engine_over(model, max_batch=1, prefill_tokens=128)
+
+
+class Ledger:
+    """Collects Outputs and holds them to the contract: one ending a row, partial ones if streamed."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.endings: dict[int, Output] = {}
+
+    def book(self, outputs: Iterable[Output], rows: dict[int, Row]) -> None:
+        for output in outputs:
+            assert output.id not in self.endings, "an Output after the end"
+            self.tokens.setdefault(output.id, []).extend(output.tokens)
+            if output.status == Status.RUNNING:
+                assert rows[output.id].streamed
+                assert len(output.tokens) == 1
+            else:
+                self.endings[output.id] = output
+
+
+def drain(
+    engine: Engine, ledger: Ledger, rows: dict[int, Row], each: Callable[[], None] = lambda: None
+) -> int:
+    """Steps until nothing is left, checking after each; the number of steps."""
+    steps = 0
+    while engine.has_work:
+        ledger.book(engine.step(), rows)
+        engine.check()
+        each()
+        steps += 1
+        assert steps < 10_000, "the engine does not come to an end"
+    return steps
+
+
+def run_all(engine: Engine, rows: Iterable[Row]) -> Ledger:
+    """Adds all rows, steps to the end."""
+    by_id = {one.id: one for one in rows}
+    for one in by_id.values():
+        engine.add(one)
+    ledger = Ledger()
+    drain(engine, ledger, by_id)
+    return ledger

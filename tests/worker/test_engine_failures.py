@@ -1,0 +1,194 @@
+"""A failed step: the guilty row alone fails, by bisection; its neighbours' output does not change."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+from engine_fakes import Ledger, WatchfulSampler, engine_over, row, run_all, solo
+from numpy.typing import NDArray
+
+from kernels.rows import Status
+from worker.batch import Batch
+from worker.bisection import Bisection
+from worker.dummy import HashModel
+from worker.engine import MAX_VERDICTS, Engine
+from worker.scheduler import Policy
+from worker.sequence import Row
+
+POISON = 1000  # beyond the vocabulary: no row draws it
+
+
+class FragileModel(HashModel):
+    """Fails, and forgets its cache, on runs that hold POISON, too many rows, or a number in bad_runs."""
+
+    def __init__(self, max_rows: int = 99, bad_runs: tuple[int, ...] = (), **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.max_rows = max_rows
+        self.bad_runs = bad_runs
+        self.runs = 0
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.runs += 1
+        poisoned = POISON in batch.input_ids
+        if poisoned or len(batch.past) > self.max_rows or self.runs in self.bad_runs:
+            self.poison(np.arange(self.num_blocks, dtype=np.int32))
+            raise MemoryError("poisoned" if poisoned else "no room")
+        return super().run(batch)
+
+
+def plain(count: int) -> list[Row]:
+    return [row(i, range(i, i + 3 + i % 5), max_tokens=6 + i % 7, streamed=i % 3 == 0) for i in range(count)]
+
+
+def poisoned(row_id: int, before: int = 0) -> Row:
+    return row(row_id, [*range(before), POISON, 1], max_tokens=5)
+
+
+def failed(ledger: Ledger) -> set[int]:
+    return {i for i, output in ledger.endings.items() if output.status == Status.FAILED}
+
+
+def assert_equal_alone(ledger: Ledger, rows: list[Row]) -> None:
+    for one in rows:
+        assert (ledger.tokens[one.id], ledger.endings[one.id].status) == solo(one)
+
+
+@pytest.mark.parametrize("place", [0, 3, 10, 15])
+@pytest.mark.parametrize("before", [0, 30])
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_one_poisoned_row_fails_alone(place: int, before: int, max_batch: int) -> None:
+    good = plain(15)
+    rows = [*good[:place], poisoned(99, before), *good[place:]]
+    ledger = run_all(engine_over(FragileModel(), max_batch=max_batch), rows)
+    assert failed(ledger) == {99}
+    assert ledger.endings[99].message == "MemoryError: poisoned"
+    assert_equal_alone(ledger, good)
+
+
+def test_a_poisoned_row_in_a_pool_that_preempts() -> None:
+    good = plain(12)
+    engine = engine_over(FragileModel(num_blocks=10), max_batch=8, reserve_tokens=0)
+    ledger = run_all(engine, [*good[:6], poisoned(99, before=20), *good[6:]])
+    assert failed(ledger) == {99}
+    assert engine.load.preemptions > 0
+    assert_equal_alone(ledger, good)
+
+
+def test_several_poisoned_rows_fail_and_nobody_else() -> None:
+    good = plain(20)
+    rows = [*good[:5], poisoned(91), *good[5:9], poisoned(92, 4), poisoned(93), *good[9:]]
+    ledger = run_all(engine_over(FragileModel(), max_batch=8), rows)
+    assert failed(ledger) == {91, 92, 93}
+    assert_equal_alone(ledger, good)
+
+
+def test_rows_that_join_during_a_trial_wait_and_are_never_blamed() -> None:
+    engine, ledger = engine_over(FragileModel(), max_batch=8), Ledger()
+    first = [*plain(7), poisoned(99)]
+    late = [row(20 + i, [i, i], max_tokens=4) for i in range(5)]
+    by_id = {one.id: one for one in (*first, *late)}
+    for one in first:
+        engine.add(one)
+    for one in late:
+        ledger.book(engine.step(), by_id)
+        engine.check()
+        engine.add(one)
+    while engine.has_work:
+        ledger.book(engine.step(), by_id)
+        engine.check()
+    assert failed(ledger) == {99}
+    assert_equal_alone(ledger, [*plain(7), *late])
+
+
+def test_a_suspect_cancelled_in_mid_trial_ends_the_trial() -> None:
+    engine, ledger = engine_over(FragileModel(), max_batch=8), Ledger()
+    rows = {one.id: one for one in [*plain(3), poisoned(99)]}
+    for one in rows.values():
+        engine.add(one)
+    ledger.book(engine.step(), rows)  # fails: rows 0 and 1 are tried first
+    for row_id in rows:
+        engine.cancel(row_id)
+    while engine.has_work:
+        ledger.book(engine.step(), rows)
+        engine.check()
+    assert {output.status for output in ledger.endings.values()} == {Status.CANCELLED}
+    assert len(ledger.endings) == 4
+
+
+def test_a_failure_that_does_not_come_back_costs_nobody_anything(caplog: pytest.LogCaptureFixture) -> None:
+    good = plain(16)
+    with caplog.at_level(logging.WARNING):
+        ledger = run_all(engine_over(FragileModel(bad_runs=(4,)), max_batch=8), good)
+    assert failed(ledger) == set()
+    assert_equal_alone(ledger, good)
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "a step of 8 rows failed",
+        "no row fails by itself",
+    ]
+
+
+def test_a_batch_too_large_for_the_model_shrinks_until_it_fits() -> None:
+    good = plain(40)
+    engine = engine_over(FragileModel(max_rows=3), max_batch=16, prefill_tokens=48)
+    ledger = run_all(engine, good)
+    assert failed(ledger) == set()
+    assert_equal_alone(ledger, good)
+
+
+def test_a_model_that_always_fails_is_not_the_rows_fault() -> None:
+    engine = engine_over(FragileModel(max_rows=0))
+    rows = {one.id: one for one in plain(12)}
+    for one in rows.values():
+        engine.add(one)
+    ledger = Ledger()
+    with pytest.raises(MemoryError, match="no room"):
+        for _ in itertools.repeat(None, 100):
+            ledger.book(engine.step(), rows)
+    assert len(failed(ledger)) == MAX_VERDICTS - 1
+
+
+class FragileSampler(WatchfulSampler):
+    """Fails half way through a step whenever a row's sampling seed is 666; the rows before it have drawn."""
+
+    def draw(self, logits: NDArray[np.float32], slot: int) -> tuple[int, Status]:
+        drawn = super().draw(logits, slot)
+        held = self.rows[slot]
+        assert held is not None
+        if held[0].seed == 666:
+            raise ZeroDivisionError("no such number")
+        return drawn
+
+
+def test_a_sampler_that_fails_half_way_leaves_no_trace() -> None:
+    good = plain(12)
+    rows = [*good[:7], row(99, [1], max_tokens=5, seed=666), *good[7:]]
+    engine = Engine(HashModel(), FragileSampler(8, 64), Policy(max_batch=8, prefill_tokens=16))
+    ledger = run_all(engine, rows)
+    assert failed(ledger) == {99}
+    assert_equal_alone(ledger, good)
+
+
+def test_bisection_halves_until_a_row_is_alone() -> None:
+    bisection = Bisection()
+    assert bisection.on_trial is None
+    assert bisection.failed({1: 10, 2: 20, 3: 30, 4: 40}) is None
+    assert bisection.on_trial == {1, 2}
+    assert not bisection.trial_is_over({1: 10, 2: 19}.get)
+    assert bisection.trial_is_over({1: 10, 2: None}.get)
+    assert bisection.on_trial == {3, 4}
+    assert bisection.failed({3: 5, 4: 6}) is None
+    assert bisection.on_trial == {3}
+    assert bisection.failed({3: 5}) == 3
+    assert bisection.on_trial is None
+
+
+def test_bisection_ends_without_a_verdict_when_every_half_passes() -> None:
+    bisection = Bisection()
+    bisection.failed({1: 1, 2: 1})
+    assert bisection.trial_is_over({1: 1}.get)
+    assert bisection.trial_is_over({2: 1}.get)
+    assert bisection.on_trial is None
+    assert not bisection.trial_is_over({}.get)
