@@ -1,4 +1,4 @@
-"""Golden bytes: what crosses the wire may change only together with wire.VERSION, and outputs only on purpose.
+"""Golden bytes: what crosses the wire changes only together with wire.VERSION, and outputs only on purpose.
 
 A new wire version gets a folder of its own; the old folder stays, and its messages must be refused by name.
 """
