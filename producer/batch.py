@@ -51,15 +51,35 @@ class Record:
             raise StoreError(f"a batch record in Redis is damaged or of another version: {error}") from error
 
 
+@dataclass(slots=True)
+class Progress:
+    """Rows read so far by a submission, by what became of them."""
+
+    queued: int = 0
+    already: int = 0  # an earlier submission of this batch had added them
+    failed: int = 0  # bad lines: each has an error result already
+    fraction: float | None = None  # of the input's bytes; None where its size is unknown
+    holding: bool = False  # Redis is nearly full: waiting for workers to make room
+
+    @property
+    def rows(self) -> int:
+        return self.queued + self.already + self.failed
+
+    def add(self, other: Progress) -> None:
+        self.queued += other.queued
+        self.already += other.already
+        self.failed += other.failed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a submission did. ``queued`` + ``already`` + ``failed`` is the number of rows it read."""
+    """What a submission did, in rows; see Progress."""
 
     id: str
     queue: str
     queued: int
-    already: int  # rows an earlier submission of this batch had added
-    failed: int  # bad lines: each has an error result already
+    already: int
+    failed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

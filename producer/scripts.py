@@ -71,3 +71,54 @@ end
 return redis.call('HGET', KEYS[1], 'state')
 """
 )
+
+_JOB = """
+-- Where a row's RQ job is: RQ's status, "gone", or "abandoned" (started, but nobody holds a lease on it).
+-- ARGV[1..2]: RQ's key prefixes of jobs and of executions.
+local now = redis.call('TIME')[1]
+local function whereabouts(id)
+  local status = redis.call('HGET', ARGV[1] .. id, 'status')
+  if not status then return 'gone' end
+  if status == 'started' and redis.call('ZCOUNT', ARGV[2] .. id, now, '+inf') == 0 then return 'abandoned' end
+  return status
+end
+"""
+
+# ARGV: two key prefixes, then job ids. Returns the whereabouts of each; '' for a row that has ended.
+WHERE = (
+    _JOB
+    + """
+local found = {}
+for i = 3, #ARGV do
+  local file, line = string.match(ARGV[i], '-(%d+)-(%d+)$')
+  local ended = redis.call('GETBIT', KEYS[1] .. ':ended:' .. file, line) == 1
+  found[#found + 1] = ended and '' or whereabouts(ARGV[i])
+end
+return found
+"""
+)
+
+# Ends rows without a worker. KEYS[2]: RQ's registry of cancelled jobs. ARGV: two key prefixes, seconds to
+# keep a cancelled job, then (job id, whereabouts as seen, outcome, result). A row that has moved on since is
+# left alone. A queued job becomes RQ's "canceled"; its id stays in the queue's list until a worker drops it.
+END = (
+    _ROW
+    + _SETTLE
+    + _JOB
+    + """
+local ended = 0
+for i = 4, #ARGV, 4 do
+  local id = ARGV[i]
+  if whereabouts(id) == ARGV[i + 1] and end_row(id, ARGV[i + 2], ARGV[i + 3]) then
+    ended = ended + 1
+    if ARGV[i + 1] == 'queued' or ARGV[i + 1] == 'abandoned' then
+      redis.call('HSET', ARGV[1] .. id, 'status', 'canceled')
+      redis.call('ZADD', KEYS[2], now, id)
+      redis.call('EXPIRE', ARGV[1] .. id, ARGV[3])
+    end
+  end
+end
+if ended > 0 then settle() end
+return ended
+"""
+)

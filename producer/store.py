@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from producer import scripts
-from producer.batch import State, WorkerReport
+from producer.batch import BatchStatus, Record, State, WorkerReport
+from producer.errors import UsageError
 from producer.wire import dumps
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from redis.client import Pipeline
 
     from producer.wire import Result
+
+Counts = Mapping[bytes | str, bytes | str]
+Edge = Sequence[tuple[bytes | str, Any]]  # of a stream: one entry (id, fields), or none
 
 PREFIX = "livebatch:"
 BATCHES = PREFIX + "batches"
@@ -72,6 +77,15 @@ def as_text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One row's end. ``cursor``: read on from here. ``inline``: the Result where the RQ job returns none."""
+
+    cursor: str
+    job_id: str
+    inline: bytes | None
+
+
 class Serializer:
     """RQ's serializer for everything of ours: compact JSON in UTF-8, never pickle.
 
@@ -92,6 +106,71 @@ class Store:
 
     def __init__(self, connection: Redis) -> None:
         self.connection = connection
+
+    # Batches.
+
+    def create(self, record: Record) -> Record:
+        """Write the batch's record down, unless there is one: the record that stands is returned."""
+        key = batch_key(record.id)
+        with self.connection.pipeline() as pipe:
+            pipe.hsetnx(key, "record", record.encode())
+            pipe.hsetnx(key, "state", "open")
+            pipe.hsetnx(key, "files", str(len(record.files)))
+            pipe.hsetnx(key, "keep_seconds", str(record.keep_seconds))
+            pipe.zadd(BATCHES, {record.id: record.created}, nx=True)
+            pipe.hget(key, "record")
+            return Record.decode(pipe.execute()[-1])
+
+    def record(self, batch_id: str) -> Record:
+        """Raises UsageError when there is no such batch."""
+        text = self.connection.hget(batch_key(batch_id), "record")
+        if text is None:
+            raise no_such_batch(batch_id)
+        return Record.decode(text)
+
+    def set_state(self, batch_id: str, state: State) -> None:
+        """Close an open batch (all its rows are there), or cancel one. Another change is not made."""
+        self.connection.eval(scripts.SET_STATE, 1, batch_key(batch_id), state)
+
+    def batch_ids(self) -> list[str]:
+        """Newest first. Those that have aged away are forgotten."""
+        names = [as_text(cast(bytes, name)) for name in self.connection.zrevrange(BATCHES, 0, -1)]
+        gone = [name for name, state in zip(names, self.states(names), strict=True) if state is None]
+        if gone:
+            self.connection.zrem(BATCHES, *gone)
+        return [name for name in names if name not in set(gone)]
+
+    def statuses(self, batch_ids: Sequence[str]) -> list[BatchStatus]:
+        """Of those batches that exist. One round trip."""
+        with self.connection.pipeline(transaction=False) as pipe:
+            for batch_id in batch_ids:
+                pipe.hmget(batch_key(batch_id), ["record", "state"])
+                pipe.hgetall(counts_key(batch_id))
+                pipe.xrange(log_key(batch_id), count=1)
+                pipe.xrevrange(log_key(batch_id), count=1)
+            answers = pipe.execute()
+        parts = [answers[i : i + 4] for i in range(0, len(answers), 4)]
+        return [_status(*part) for part in parts if part[0][0] is not None]
+
+    def status(self, batch_id: str) -> BatchStatus:
+        """Raises UsageError when there is no such batch."""
+        for status in self.statuses([batch_id]):
+            return status
+        raise no_such_batch(batch_id)
+
+    def read_log(self, batch_id: str, cursor: str, count: int, block_ms: int | None = None) -> list[LogEntry]:
+        """Up to ``count`` ends of rows after ``cursor`` ("0": start); ``block_ms``: wait for the first."""
+        answer: Any = self.connection.xread({log_key(batch_id): cursor}, count=count, block=block_ms)
+        streams = answer.values() if isinstance(answer, dict) else [entries for _, entries in answer or []]
+        return [
+            LogEntry(as_text(entry_id), as_text(fields[b"j"]), fields.get(b"r"))
+            for entries in streams
+            for entry_id, fields in entries
+        ]
+
+    def publish(self, command: Mapping[str, str]) -> None:
+        """To every live worker."""
+        self.connection.publish(COMMANDS, dumps(command))
 
     # The worker's side. The first three join the caller's MULTI, so a row ends in RQ and here at once.
 
@@ -118,8 +197,9 @@ class Store:
 
     def report_worker(self, pipe: Pipeline, name: str, fields: Mapping[str, str], ttl_seconds: int) -> None:
         """What `producer status` shows of a worker until ``ttl_seconds`` from now."""
+        mapping: dict[Any, Any] = dict(fields)
         pipe.sadd(WORKERS, name)
-        pipe.hset(worker_key(name), mapping=dict(fields))
+        pipe.hset(worker_key(name), mapping=mapping)
         pipe.expire(worker_key(name), ttl_seconds)
 
     def is_cancelled(self, batch_ids: Iterable[str]) -> set[str]:
@@ -150,6 +230,30 @@ class Store:
             for name, fields in reports.items()
             if fields
         ]
+
+
+def no_such_batch(batch_id: str) -> UsageError:
+    return UsageError(f"there is no batch {batch_id}: `producer list` shows those there are")
+
+
+def _status(head: list[bytes | None], counts: Counts, first: Edge, last: Edge) -> BatchStatus:
+    record = Record.decode(head[0] or b"")
+    numbers = {as_text(name): float(value) for name, value in counts.items()}
+    names = ("rows", "completed", "failed", "cancelled", "prompt_tokens", "completion_tokens")
+    return BatchStatus(
+        id=record.id,
+        queue=record.queue,
+        state=cast("State", as_text(head[1] or b"open")),
+        created=record.created,
+        busy_seconds=_log_seconds(last) - _log_seconds(first),
+        queued_at=numbers.get("queued_at", record.created),
+        **{name: int(numbers.get(name, 0)) for name in names},
+    )
+
+
+def _log_seconds(entries: Edge) -> float:
+    """When a log entry was written: stream ids begin with unix milliseconds."""
+    return int(as_text(entries[0][0]).partition("-")[0]) / 1000 if entries else 0.0
 
 
 def outcome(result: Result) -> str:

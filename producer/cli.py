@@ -1,0 +1,387 @@
+"""The `producer` command: parse, call Client, print, exit code.
+
+Owns flags, wording and exit codes. Must not know keys. redis, rq and rich are imported by the command
+that uses it: `producer --help` starts without them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from producer.errors import LivebatchError, StoreError, UsageError
+
+if TYPE_CHECKING:
+    from producer.batch import Batch, BatchStatus
+    from producer.client import Client
+    from producer.jsonl import BadRow
+    from producer.output import ResultFile, Style
+    from producer.progress import Display
+
+
+class Exit(IntEnum):
+    OK = 0  # all rows completed; without --wait: all queued
+    FAILED = 1  # some rows failed
+    USAGE = 2
+    REDIS = 3  # not reachable, or not usable
+    INTERRUPTED = 4  # the batch goes on
+
+
+class InterruptedHereError(LivebatchError):
+    """Ctrl-C; the message says how to come back."""
+
+
+CTRL_C = 130  # Typer's own exit code for it, where no command had anything to add
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: rich takes as long to import as everything else together
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Files = Annotated[list[str], typer.Argument(help='JSONL files, patterns, .gz, or "-" for standard input.')]
+BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="A batch id, as submit and list print it.")]
+Redis = Annotated[
+    str | None,
+    typer.Option("--redis", metavar="URL", help="Default: REDIS_URL, else redis://127.0.0.1:6379."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Format = Annotated[
+    Literal["jsonl", "text"], typer.Option("--format", help="text: each line is a prompt, as it stands.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--out", metavar="OUT", help="Results file; OUT.cursor beside it remembers how far it is."
+    ),
+]
+Ordered = Annotated[bool, typer.Option("--ordered", help="Input order instead of order of completion.")]
+Flat = Annotated[bool, typer.Option("--flat", help="Short lines: custom_id, text, finish_reason, usage.")]
+Errors = Annotated[
+    Path | None,
+    typer.Option("--errors-file", metavar="FILE", help="Failed rows go there instead of OUT."),
+]
+
+
+@app.callback()
+def about() -> None:
+    """Queue rows of prompts for LLM workers, and collect one result per row.
+
+    \b
+    producer validate prompts.jsonl                      every bad line, with its number
+    producer submit prompts.jsonl                        queue it; prints the batch id
+    producer submit prompts.jsonl --wait -o out.jsonl    queue it and stay until it is done
+    producer results BATCH --follow -o out.jsonl         each row as it ends; run it again to go on
+    producer status                                      batches and workers
+
+    \b
+    Exit codes: 0 all rows completed (without --wait: queued), 1 some rows failed, 2 usage,
+    3 Redis cannot be reached, 4 interrupted.
+    """
+
+
+@app.command()
+def submit(  # noqa: PLR0917 - Typer passes by name
+    files: Files,
+    queue: Annotated[str, typer.Option(help="Queue whose workers serve the rows.")] = "livebatch",
+    batch_id: Annotated[
+        str | None, typer.Option("--batch-id", help="Name it; submitting again adds only what is missing.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay and collect the results.")] = False,
+    out: Out = None,
+    ordered: Ordered = False,
+    flat: Flat = False,
+    errors_file: Errors = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Queue nothing if any line is bad.")] = False,
+    format: Format = "jsonl",
+    keep_days: Annotated[float, typer.Option(min=0.01, help="How long Redis keeps a row's result.")] = 7.0,
+    as_json: Json = False,
+    redis: Redis = None,
+) -> None:
+    """Queue every row of FILES.
+
+    \b
+    producer submit prompts.jsonl more/*.jsonl.gz
+    producer submit prompts.jsonl --wait -o results.jsonl --errors-file failed.jsonl
+    cat prompts.txt | producer submit - --format text --batch-id monday
+    """
+    from producer.client import Client, new_batch_id
+    from producer.output import Style
+
+    _check_submit_flags(wait, out, errors_file, as_json)
+    client = Client(redis, keep_seconds=round(keep_days * 86_400))
+    batch_id = batch_id or new_batch_id()
+    again = ["producer", "submit", *files, "--batch-id", batch_id, "--queue", queue, "--format", format]
+    collect = ["producer", "results", batch_id, "--follow", *_output_flags(out, ordered, flat, errors_file)]
+    with _sink(out, batch_id, Style(ordered, flat), errors_file) as sink, _display(out or not wait) as show:
+        with _interruptible(f"queue the rest with: {shlex.join(again)}"):
+            for warning in client.check():
+                _say(f"warning: {warning}")
+            batch = client.submit(
+                files,
+                queue=queue,
+                batch_id=batch_id,
+                format=format,
+                strict=strict,
+                on_progress=show.queueing,
+                on_bad=lambda bad: _say(_problem(bad)),
+            )
+        if wait:
+            with _interruptible(f"batch {batch_id} goes on; come back with: {shlex.join(collect)}"):
+                _follow(client, batch_id, sink, show, follow=True, ordered=ordered)
+    if wait:
+        _finish(client.status(batch_id), as_json)
+    _report_queued(batch, shlex.join(collect), as_json)
+
+
+@app.command()
+def results(  # noqa: PLR0917 - Typer passes by name
+    batch: BatchId,
+    out: Out = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Until the batch is over.")] = False,
+    ordered: Ordered = False,
+    flat: Flat = False,
+    errors_file: Errors = None,
+    redis: Redis = None,
+) -> None:
+    """Print the result of each row that has ended, or write it to OUT.
+
+    With -o the command may be killed and run again: it goes on where OUT.cursor says, each row once.
+
+    \b
+    producer results BATCH --follow -o results.jsonl
+    producer results BATCH --flat | head
+    """
+    from producer.client import Client
+    from producer.output import Style
+
+    client = Client(redis)
+    client.status(batch)  # no such batch: no output file
+    with (
+        _interruptible(f"batch {batch} goes on; run the same command again to go on"),
+        _sink(out, batch, Style(ordered, flat), errors_file) as sink,
+        _display(out) as show,
+    ):
+        _follow(client, batch, sink, show, follow=follow, ordered=ordered)
+    status = client.status(batch)
+    if status.waiting and not follow:
+        _say(f"{status.waiting:,} rows have not ended yet: add --follow to wait for them")
+    _finish(status)
+
+
+@app.command()
+def status(
+    batch: Annotated[str | None, typer.Argument(metavar="[BATCH]", help="One batch; default: all.")] = None,
+    as_json: Json = False,
+    redis: Redis = None,
+) -> None:
+    """Show how far batches are, and which workers are live.
+
+    \b
+    producer status
+    producer status BATCH --json
+    """
+    from producer import tables
+    from producer.client import Client
+
+    client = Client(redis)
+    batches = [client.status(batch)] if batch else client.list()
+    workers = client.workers()
+    if as_json:
+        found = [status.to_dict() for status in batches]
+        shown = {"batch": found[0]} if batch else {"batches": found}
+        _print_json({**shown, "workers": [{"name": worker.name, **worker.fields} for worker in workers]})
+        return
+    print(tables.batch_table(batches), tables.worker_table(workers), sep="\n\n")
+    for advice in filter(None, map(tables.advice, batches)):
+        _say(advice)
+
+
+@app.command(name="list")
+def list_batches(as_json: Json = False, redis: Redis = None) -> None:
+    """List the batches Redis knows, newest first."""
+    from producer import tables
+    from producer.client import Client
+
+    batches = Client(redis).list()
+    if as_json:
+        _print_json([status.to_dict() for status in batches])
+    else:
+        print(tables.batch_table(batches))
+
+
+@app.command()
+def cancel(batch: BatchId, redis: Redis = None) -> None:
+    """End every row that has not ended: queued rows now, running rows in their workers' next step.
+
+    \b
+    producer cancel BATCH
+    """
+    from producer.client import Client
+
+    status = Client(redis).cancel(batch)
+    running = f", {status.waiting:,} running rows are being stopped" if status.waiting else ""
+    _say(f"batch {batch}: {status.completed:,} completed, {status.cancelled:,} cancelled{running}")
+
+
+@app.command()
+def validate(files: Files, format: Format = "jsonl", as_json: Json = False) -> None:
+    """Check every line as submit would, without Redis. Exit code 1 when any is bad.
+
+    \b
+    producer validate prompts.jsonl
+    """
+    from producer.client import Client
+
+    problems: list[dict[str, Any]] = []
+
+    def found(bad: BadRow) -> None:
+        if as_json:
+            problems.append(
+                {"file": bad.file, "line": bad.line, "custom_id": bad.custom_id, **asdict(bad.failure)}
+            )
+        else:
+            print(_problem(bad))
+
+    checked = Client().validate(files, format=format, on_bad=found)
+    if as_json:
+        _print_json({"rows": checked.rows, "bad": checked.bad, "problems": problems})
+    else:
+        _say(f"{checked.rows:,} rows, {checked.bad:,} bad")
+    raise typer.Exit(Exit.FAILED if checked.bad else Exit.OK)
+
+
+def main() -> NoReturn:
+    """The console entry point: every error is one line that says what to do."""
+    try:
+        app()
+    except LivebatchError as error:
+        _say(f"producer: {error}")
+        sys.exit(_code(error))
+    except SystemExit as done:
+        sys.exit(Exit.INTERRUPTED if done.code == CTRL_C else done.code)
+    sys.exit(Exit.OK)
+
+
+def _code(error: LivebatchError) -> Exit:
+    from producer.validation import BadLinesError
+
+    if isinstance(error, BadLinesError):
+        return Exit.FAILED
+    if isinstance(error, InterruptedHereError):
+        return Exit.INTERRUPTED
+    return Exit.REDIS if isinstance(error, StoreError) else Exit.USAGE
+
+
+class _Stdout:
+    """Result lines on standard output."""
+
+    cursor: str | None = None
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+
+    def write(self, results: Sequence[Any], cursor: str) -> None:
+        for result in results:
+            sys.stdout.buffer.write(self._style.line(result))
+        sys.stdout.buffer.flush()
+
+
+@contextmanager
+def _sink(
+    out: Path | None, batch_id: str, style: Style, errors: Path | None
+) -> Iterator[ResultFile | _Stdout]:
+    """Where result lines go; a file that cannot be written is found here, before anything is queued."""
+    from producer.output import ResultFile
+
+    if out is None:
+        if errors is not None:
+            raise UsageError("--errors-file splits failed rows off a results file: give one with -o")
+        yield _Stdout(style)
+    else:
+        with ResultFile(out, batch_id, style, errors) as sink:
+            yield sink
+
+
+def _display(stdout_is_free: object) -> Display:
+    """A live bar would be torn by result lines on the same terminal."""
+    from producer.progress import display
+
+    return display(live=bool(stdout_is_free) or not sys.stdout.isatty())
+
+
+@contextmanager
+def _interruptible(hint: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedHereError(f"interrupted; {hint}") from None
+
+
+def _check_submit_flags(wait: bool, out: Path | None, errors: Path | None, as_json: bool) -> None:
+    if not wait and (out or errors):
+        raise UsageError(
+            "-o and --errors-file need --wait; without it collect with: producer results BATCH -o OUT"
+        )
+    if wait and as_json and not out:
+        raise UsageError("--wait --json needs -o OUT: the results would mix with the JSON on standard output")
+
+
+def _follow(
+    client: Client, batch_id: str, sink: ResultFile | _Stdout, show: Display, *, follow: bool, ordered: bool
+) -> None:
+    for page in client.pages(batch_id, follow=follow, ordered=ordered, cursor=sink.cursor):
+        sink.write(page.results, page.cursor)
+        show.running(page.status)
+
+
+def _finish(status: BatchStatus, as_json: bool = False) -> NoReturn:
+    if as_json:
+        _print_json(status.to_dict())
+    raise typer.Exit(Exit.FAILED if status.failed or status.cancelled else Exit.OK)
+
+
+def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:
+    if as_json:
+        _print_json(asdict(batch))
+    else:
+        print(batch.id)
+        already = f", {batch.already:,} were there already" if batch.already else ""
+        bad = f", {batch.failed:,} bad (their results say why)" if batch.failed else ""
+        _say(f"queued {batch.queued:,} rows on {batch.queue}{already}{bad}. Collect with: {come_back}")
+    raise typer.Exit(Exit.FAILED if batch.failed else Exit.OK)
+
+
+def _output_flags(out: Path | None, ordered: bool, flat: bool, errors: Path | None) -> list[str]:
+    """The flags under which another command goes on with the same output."""
+    words = ["-o", str(out)] if out else []
+    words += ["--errors-file", str(errors)] if errors else []
+    return words + ["--ordered"] * ordered + ["--flat"] * flat
+
+
+def _problem(bad: BadRow) -> str:
+    return f"{bad.failure.message} ({bad.failure.code})"
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def _say(text: str) -> None:
+    """To the person, not into the data."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Submit, follow, cancel: the producer without a terminal.
+
+Owns what a batch must be (its id, its files, its queue) and the order of steps. Must not know terminals; the
+keys are store.py's. Redis is first contacted by the first call that needs it; modules that need RQ or read
+files are imported by the methods that use them, for `producer status` to answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from producer import connection
+from producer.batch import KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
+from producer.errors import UsageError
+from producer.store import DEFAULT_QUEUE, Store
+
+if TYPE_CHECKING:
+    from producer.completions import Page
+    from producer.jsonl import BadRow, Format
+    from producer.validation import Validation
+    from producer.wire import Result
+
+BATCH_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+QUEUE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+OnProgress = Callable[[Progress], None]
+OnBad = Callable[["BadRow"], None]
+
+
+def new_batch_id() -> str:
+    """Sorts by time, and two producers of the same second do not meet."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def _ignore(_: object) -> None:
+    """The default listener."""
+
+
+class Client:
+    """One Redis, as a producer sees it.
+
+    ``url`` None: REDIS_URL, else redis://127.0.0.1:6379. ``keep_seconds``: how long Redis keeps results after
+    their row's end. Methods raise UsageError (what was asked cannot be done) and StoreError (Redis).
+    """
+
+    def __init__(self, url: str | None = None, *, keep_seconds: int = KEEP_SECONDS) -> None:
+        self.url = url or connection.default_url()
+        self._keep_seconds = keep_seconds
+
+    @cached_property
+    def _store(self) -> Store:
+        return Store(connection.connect(self.url))
+
+    def check(self) -> list[str]:
+        """Warnings about the server's settings. Raises StoreError where rows would be lost."""
+        store = self._store
+        with connection.explained(self.url):
+            return connection.check_server(store.connection)
+
+    def submit(
+        self,
+        files: Sequence[str],
+        *,
+        queue: str = DEFAULT_QUEUE,
+        batch_id: str | None = None,
+        format: Format = "jsonl",
+        strict: bool = False,
+        on_progress: OnProgress = _ignore,
+        on_bad: OnBad = _ignore,
+    ) -> Batch:
+        """Queue every row of ``files`` (paths, patterns, "-") that is not in the batch yet.
+
+        Submitting the same files again under the same ``batch_id`` adds only what is missing. A bad line gets
+        an error result; with ``strict`` a bad line refuses all (BadLinesError), ``on_bad`` seeing each.
+        """
+        from producer import sources
+        from producer.validation import BadLinesError, validate
+
+        names = sources.expand(files)
+        with sources.readable_twice(names) as paths:
+            if strict and (validation := validate(paths, format, on_bad)).bad:
+                raise BadLinesError(validation)
+            batch_id = batch_id or new_batch_id()
+            return self._submit(
+                names, paths, queue=queue, batch_id=batch_id, format=format, on_progress=on_progress
+            )
+
+    def submit_rows(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        *,
+        queue: str = DEFAULT_QUEUE,
+        batch_id: str | None = None,
+        on_progress: OnProgress = _ignore,
+    ) -> Batch:
+        """Queue rows given as dicts, in any of the input shapes. Row n is line n of the batch."""
+        with tempfile.NamedTemporaryFile("w", prefix="livebatch-rows-", encoding="ascii") as copy:
+            for number, row in enumerate(rows, 1):
+                try:
+                    copy.write(json.dumps(row) + "\n")
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise UsageError(f"row {number} cannot be written as JSON: {error}") from error
+            copy.flush()
+            batch_id = batch_id or new_batch_id()
+            files = ["rows"], [copy.name]
+            return self._submit(
+                *files, queue=queue, batch_id=batch_id, format="jsonl", on_progress=on_progress
+            )
+
+    def validate(
+        self, files: Sequence[str], *, format: Format = "jsonl", on_bad: OnBad = _ignore
+    ) -> Validation:
+        """Check every line as ``submit`` would, without Redis. ``on_bad`` gets each bad one, in order."""
+        from producer import sources
+        from producer.validation import validate
+
+        with sources.readable_twice(sources.expand(files)) as paths:
+            return validate(paths, format, on_bad)
+
+    def status(self, batch_id: str) -> BatchStatus:
+        """Counts, state and rates. Raises UsageError when there is no such batch."""
+        store = self._store
+        with connection.explained(self.url):
+            return store.status(batch_id)
+
+    def list(self) -> Sequence[BatchStatus]:
+        """Every batch Redis still knows, newest first."""
+        store = self._store
+        with connection.explained(self.url):
+            return store.statuses(store.batch_ids())
+
+    def workers(self) -> Sequence[WorkerReport]:
+        """Live workers, by name."""
+        store = self._store
+        with connection.explained(self.url):
+            return store.workers()
+
+    def pages(
+        self, batch_id: str, *, follow: bool = False, ordered: bool = False, cursor: str | None = None
+    ) -> Iterator[Page]:
+        """Results page by page, each with the cursor to go on from; see ``results``.
+
+        With ``follow`` an empty page comes about once a second, for its status. Cursors of an ordered reading
+        and of an unordered one are of different kinds.
+        """
+        store = self._store
+        with connection.explained(self.url):
+            from producer import completions
+
+            read = completions.ordered_pages if ordered else completions.pages
+            yield from read(store, store.record(batch_id), cursor or completions.START, follow=follow)
+
+    def results(
+        self, batch_id: str, *, follow: bool = False, ordered: bool = False, cursor: str | None = None
+    ) -> Iterator[Result]:
+        """Each ended row's result exactly once, in order of ending, or with ``ordered`` of input.
+
+        ``follow``: until the batch is over. Rows that something else than a worker ended (deleted, failed or
+        cancelled in RQ) come as failures "worker_lost", so this ends.
+        """
+        for page in self.pages(batch_id, follow=follow, ordered=ordered, cursor=cursor):
+            yield from page.results
+
+    def cancel(self, batch_id: str) -> BatchStatus:
+        """End every row that has not ended: queued ones here and now, running ones by their workers."""
+        store = self._store
+        with connection.explained(self.url):
+            from producer.sweep import Sweeper
+
+            record = store.record(batch_id)
+            if not store.status(batch_id).is_over:
+                store.set_state(batch_id, "cancelled")
+                store.publish({"command": "cancel", "batch": batch_id})
+                Sweeper(store, record).sweep(cancel=True)
+            return store.status(batch_id)
+
+    def _submit(
+        self,
+        names: Sequence[str],
+        paths: Sequence[str],
+        *,
+        queue: str,
+        batch_id: str,
+        format: Format,
+        on_progress: OnProgress,
+    ) -> Batch:
+        """Queue the files at ``paths``, called ``names``."""
+        from producer import sources
+
+        _check_names(batch_id, queue)
+        self.check()
+        stamps = [sources.stamp(path) for path in paths]
+        record = Record(
+            id=batch_id,
+            queue=queue,
+            format=format,
+            created=time.time(),
+            files=tuple(map(sources.digest, names, paths)),
+            keep_seconds=self._keep_seconds,
+        )
+        with connection.explained(self.url):
+            _require_same(self._store.create(record), record)
+            progress = self._enqueue(record, paths, format, on_progress)
+            if stamps != [sources.stamp(path) for path in paths]:
+                raise UsageError(CHANGED.format(id=batch_id))
+            self._store.set_state(batch_id, "closed")
+        done = {"queued": progress.queued, "already": progress.already, "failed": progress.failed}
+        return Batch(id=batch_id, queue=queue, **done)
+
+    def _enqueue(
+        self, record: Record, paths: Sequence[str], format: Format, on_progress: OnProgress
+    ) -> Progress:
+        from producer.enqueue import Enqueuer, chunks
+        from producer.validation import read_all
+
+        progress = Progress()
+
+        def hold() -> None:
+            progress.holding = True
+            on_progress(progress)
+
+        enqueuer = Enqueuer(self._store, record, hold)
+        for chunk in chunks(read_all(paths, record.id, format, progress)):
+            progress.add(enqueuer.add(chunk))
+            progress.holding = False
+            on_progress(progress)
+        return progress
+
+
+# A file somebody still writes to is not what its digest says, and could never be submitted again.
+CHANGED = (
+    "the input changed while it was read; what was read is queued as batch {id}, which stays open. "
+    "Cancel it (producer cancel {id}) and submit the finished file"
+)
+
+
+def _check_names(batch_id: str, queue: str) -> None:
+    if not BATCH_ID.fullmatch(batch_id):
+        raise UsageError(f"batch id {batch_id!r}: use 1 to 64 letters, digits, - and _")
+    if not QUEUE_NAME.fullmatch(queue):
+        raise UsageError(f"queue {queue!r}: use 1 to 128 letters, digits, . : - and _")
+
+
+def _require_same(standing: Record, wanted: Record) -> None:
+    """A batch submitted again must bring what it was made of: accepted lines are known by their numbers."""
+    start, end = f"batch {wanted.id}", "or submit under a new batch id"
+    if standing.queue != wanted.queue:
+        raise UsageError(f"{start} is on queue {standing.queue}: say --queue {standing.queue}, {end}")
+    if standing.format != wanted.format:
+        raise UsageError(f"{start} was read as {standing.format}: say --format {standing.format}, {end}")
+    if len(standing.files) != len(wanted.files):
+        names = " ".join(file.path for file in standing.files)
+        raise UsageError(f"{start} was made of other files ({names}): name the same ones, {end}")
+    for before, now in zip(standing.files, wanted.files, strict=True):
+        if before.sha256 != now.sha256:
+            raise UsageError(
+                f"{now.path} is not the {before.path} that {start} was made of: restore it, {end}"
+            )

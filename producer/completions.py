@@ -1,0 +1,183 @@
+"""Ends of rows, read from a batch's log exactly once and in order, each with its result.
+
+Owns cursors, waiting for the next end, input order, and fetching results from RQ. Must not know files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rq.results import Result as JobResult
+
+from producer.batch import BatchStatus, Record
+from producer.errors import WireError
+from producer.store import LogEntry, Serializer, Store, as_text, ids_key, lines_key
+from producer.sweep import Sweeper
+from producer.wire import Failure, Result, parse_job_id
+
+PAGE_ROWS = 500
+BLOCK_MS = 1000  # how long to wait for an end before looking whether any row was lost
+START = "0"
+
+Place = tuple[int, int]  # file, line
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some rows' results, possibly none. ``cursor``: where to read on; ``status``: the batch just before."""
+
+    results: list[Result]
+    cursor: str
+    status: BatchStatus
+
+
+def pages(store: Store, record: Record, cursor: str, *, follow: bool) -> Iterator[Page]:
+    """Results in order of ending from ``cursor`` (START, or an earlier page's) to the log's end.
+
+    ``follow``: until the batch is over; about once a second a page may be empty, with a fresh status.
+    """
+    for entries, status in _log(store, record, cursor, follow):
+        cursor = entries[-1].cursor if entries else cursor
+        yield Page(fetch(store, record, entries), cursor, status)
+
+
+def ordered_pages(store: Store, record: Record, cursor: str, *, follow: bool) -> Iterator[Page]:
+    """Results in input order. The cursor is the place of the last row given ("{file}-{line}"), or START."""
+    order = InputOrder(store, record, _place(cursor))
+    for entries, status in _log(store, record, START, follow):
+        ready = order.arrange(entries)
+        for start in range(0, max(1, len(ready)), PAGE_ROWS):
+            part = ready[start : start + PAGE_ROWS]
+            cursor = "{}-{}".format(*_place_of(part[-1])) if part else cursor
+            yield Page(fetch(store, record, part), cursor, status)
+
+
+def _log(
+    store: Store, record: Record, cursor: str, follow: bool
+) -> Iterator[tuple[list[LogEntry], BatchStatus]]:
+    sweeper = Sweeper(store, record)
+    while True:
+        status = store.status(record.id)  # before the log: if it says "over", the log is complete
+        wait = follow and not status.is_over
+        entries = store.read_log(record.id, cursor, PAGE_ROWS, BLOCK_MS if wait else None)
+        yield entries, status
+        if entries:
+            cursor = entries[-1].cursor
+        elif not wait:
+            return
+        else:
+            sweeper.step(cancel=status.state == "cancelled")
+
+
+def fetch(store: Store, record: Record, entries: Sequence[LogEntry]) -> list[Result]:
+    """The results of these log entries, in their order. One round trip for all that lie in RQ."""
+    distant = [entry.job_id for entry in entries if entry.inline is None]
+    with store.connection.pipeline(transaction=False) as pipe:
+        for job_id in distant:
+            pipe.xrevrange(JobResult.get_key(job_id), count=1)  # type: ignore[no-untyped-call]
+        found = dict(zip(distant, pipe.execute(), strict=True)) if distant else {}
+    missing = [job_id for job_id, stream in found.items() if not stream]
+    names = _custom_ids(store, record, missing) if missing else {}
+    results = []
+    for entry in entries:
+        if entry.job_id in names:
+            results.append(_expired(entry.job_id, names[entry.job_id]))
+        else:
+            results.append(_decode(store, entry, found.get(entry.job_id)))
+    return results
+
+
+def _decode(store: Store, entry: LogEntry, stream: Any) -> Result:
+    try:
+        if entry.inline is not None:
+            return Result.decode(Serializer.loads(entry.inline))
+        [(stream_id, payload)] = stream
+        job_result = JobResult.restore(
+            entry.job_id, as_text(stream_id), payload, connection=store.connection, serializer=Serializer
+        )
+        return Result.decode(job_result.return_value)
+    except (WireError, ValueError, KeyError) as error:
+        failure = Failure.of("internal_error", f"the row's result in Redis cannot be read: {error}")
+        return Result(custom_id=entry.job_id, job_id=entry.job_id, created=int(time.time()), failure=failure)
+
+
+def _expired(job_id: str, custom_id: str) -> Result:
+    failure = Failure.of("batch_expired", "the row completed, but its result is no longer in Redis")
+    return Result(custom_id=custom_id, job_id=job_id, created=int(time.time()), failure=failure)
+
+
+def _custom_ids(store: Store, record: Record, job_ids: Sequence[str]) -> dict[str, str]:
+    """The custom ids of rows whose jobs are gone: one walk over the batch's ids."""
+    names = dict.fromkeys(job_ids, "")
+    pairs: Any = store.connection.hscan_iter(ids_key(record.id), count=PAGE_ROWS)
+    for name, place in pairs:
+        job_id = f"{record.id}-{as_text(place)}"
+        if job_id in names:
+            names[job_id] = as_text(name)
+    return {job_id: name or job_id for job_id, name in names.items()}
+
+
+class InputOrder:
+    """Holds back log entries (not results) of rows whose predecessors have not ended yet."""
+
+    def __init__(self, store: Store, record: Record, after: Place) -> None:
+        self._store = store
+        self._record = record
+        self._after = after  # the last row given
+        self._ahead: dict[Place, LogEntry] = {}
+        self._expected: Iterator[Place] = iter(())
+        self._next: Place | None = None
+
+    def arrange(self, entries: Sequence[LogEntry]) -> list[LogEntry]:
+        """Take what came; give what is due, in input order."""
+        arrived = ((_place_of(entry), entry) for entry in entries)
+        self._ahead.update((place, entry) for place, entry in arrived if place > self._after)
+        ready = []
+        while self._ahead and (place := self._due()) in self._ahead:
+            ready.append(self._ahead.pop(place))
+            self._after, self._next = place, None
+        return ready
+
+    def _due(self) -> Place:
+        """The accepted row after the last one given; there is one, since a row that ended was accepted."""
+        if self._next is None:
+            self._next = next(self._expected, None)
+        if self._next is None:
+            self._expected = self._accepted_after(*self._after)
+            self._next = next(self._expected)
+        return self._next
+
+    def _accepted_after(self, file: int, line: int) -> Iterator[Place]:
+        """Accepted rows as Redis knows them now: one snapshot of all files, for lines are accepted in order.
+
+        Read file by file, a second file begun meanwhile would hide the rest of the first.
+        """
+        bases = {file: (line + 1) // 8} | dict.fromkeys(range(file + 1, len(self._record.files)), 0)
+        with self._store.connection.pipeline() as pipe:
+            for number, base in bases.items():
+                pipe.getrange(lines_key(self._record.id, number), base, -1)
+            snapshot: list[bytes] = pipe.execute()
+        for (number, base), bitmap in zip(bases.items(), snapshot, strict=True):
+            for place in ((number, 8 * base + offset) for offset in _set_bits(bitmap)):
+                if place > (file, line):
+                    yield place
+
+
+def _set_bits(bitmap: bytes) -> Iterator[int]:
+    """Offsets of the bits that are set, counted as SETBIT counts: from a byte's high end."""
+    for index, byte in enumerate(bitmap):
+        if byte:
+            yield from (8 * index + bit for bit in range(8) if byte & (0x80 >> bit))
+
+
+def _place_of(entry: LogEntry) -> Place:
+    _, file, line = parse_job_id(entry.job_id)
+    return file, line
+
+
+def _place(cursor: str) -> Place:
+    file, _, line = cursor.partition("-")
+    return int(file), int(line or 0)

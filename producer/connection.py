@@ -1,0 +1,121 @@
+"""A connection to a Redis that will not lose work: reached, checked, and never named with its password.
+
+Owns connecting, the wording of connection errors, and what a server must be set to. Must not know keys.
+redis-py is imported inside: it takes longer to import than the rest of the command line together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from producer.errors import StoreError, UsageError
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+DEFAULT_URL = "redis://127.0.0.1:6379"
+CONNECT_SECONDS = 5.0
+OUTAGE_RETRIES = (
+    40  # with waits of at most a second: a Redis that restarts within half a minute is waited for
+)
+NOT_DURABLE = (
+    "this Redis keeps no append-only file: if it dies, accepted rows are lost. "
+    "Turn it on: redis-cli CONFIG SET appendonly yes"
+)
+MEMORY_FULL = 0.85  # of maxmemory; beyond it a producer holds, so that workers can still drain
+
+
+def default_url() -> str:
+    return os.environ.get("REDIS_URL") or DEFAULT_URL
+
+
+def redact(url: str) -> str:
+    """The URL as it may be printed: no password, no query."""
+    try:
+        parts = urlsplit(url)
+        secret = parts.password is not None
+    except ValueError:
+        return "the given Redis URL"
+    host = parts.netloc.rpartition("@")[2]
+    who = f"{parts.username or ''}:***@" if secret else f"{parts.username}@" if parts.username else ""
+    return f"{parts.scheme}://{who}{host}{parts.path}"
+
+
+def connect(url: str) -> Redis:
+    """A connection that waits out a restart of about half a minute; the first contact fails at once.
+
+    Raises UsageError for a malformed URL, StoreError when nothing answers there.
+    """
+    import redis
+    from redis.backoff import ExponentialBackoff, NoBackoff
+    from redis.retry import Retry
+
+    settings: dict[str, Any] = {"socket_connect_timeout": CONNECT_SECONDS}
+    try:
+        probe = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **settings)
+    except ValueError as error:
+        raise UsageError(f"{redact(url)} is not a Redis URL (redis://HOST:PORT/DB): {error}") from None
+    with probe, explained(url):
+        probe.ping()
+    patience = Retry(ExponentialBackoff(cap=1.0, base=0.05), OUTAGE_RETRIES)
+    return redis.Redis.from_url(url, retry=patience, **settings)
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Turn redis-py's errors into one StoreError each that says what to do."""
+    import redis
+
+    try:
+        yield
+    except redis.exceptions.RedisError as error:
+        raise StoreError(_explain(error, redact(url))) from error
+
+
+def _explain(error: Exception, url: str) -> str:
+    from redis import exceptions
+
+    if isinstance(error, exceptions.BusyLoadingError):
+        return f"Redis at {url} is still loading its data: try again in a moment"
+    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
+        return f"Redis at {url} refused the login: {error}. Check user and password in --redis or REDIS_URL"
+    if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError):
+        return (
+            f"cannot reach Redis at {url}: {str(error).rstrip('.')}. "
+            "Start one (redis-server --appendonly yes) or give its URL with --redis or REDIS_URL"
+        )
+    if isinstance(error, exceptions.OutOfMemoryError):
+        return (
+            f"Redis at {url} is full: give it more maxmemory, or fetch and release results. Nothing was lost"
+        )
+    return f"Redis at {url} refused a command: {error}"
+
+
+def check_server(connection: Redis) -> list[str]:
+    """What is wrong with the server's settings but bearable, one sentence each.
+
+    Raises StoreError for settings under which accepted rows vanish or RQ cannot work.
+    """
+    info: dict[str, Any] = connection.info("all")
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    if policy.startswith("allkeys"):
+        raise StoreError(
+            f"Redis evicts keys ({policy}): rows would vanish without a trace. "
+            "Set it to refuse writes instead: redis-cli CONFIG SET maxmemory-policy noeviction"
+        )
+    if info.get("cluster_enabled"):
+        raise StoreError("this is a Redis Cluster, where RQ's transactions cannot run: use a single Redis")
+    if not info.get("aof_enabled"):
+        return [NOT_DURABLE]
+    return []
+
+
+def memory_used(connection: Redis) -> float:
+    """Used share of maxmemory, 0 to about 1; 0 where there is no limit."""
+    info: dict[str, Any] = connection.info("memory")
+    limit = int(info.get("maxmemory") or 0)
+    return int(info["used_memory"]) / limit if limit else 0.0

@@ -1,0 +1,167 @@
+"""Result lines on disk, each row once, across kills: OUT, and OUT.cursor beside it.
+
+Owns both files. OUT.cursor says how many bytes of OUT are settled and where in the batch to read on; whatever
+stands in OUT beyond them was cut off by a crash, is dropped, and comes again. Lines reach the disk before the
+cursor moves. Must not know Redis.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from producer.errors import UsageError
+from producer.jsonl import encode_line, flat_line, result_line
+from producer.wire import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What the lines look like. One file holds one style."""
+
+    ordered: bool = False
+    flat: bool = False
+
+    def line(self, result: Result) -> bytes:
+        return encode_line(flat_line(result) if self.flat else result_line(result))
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """OUT.cursor, as JSON."""
+
+    batch: str
+    ordered: bool
+    flat: bool
+    errors_file: str | None
+    cursor: str | None = None  # of Client.pages; None: nothing written yet
+    bytes: int = 0  # of OUT that are settled
+    error_bytes: int = 0  # of the errors file
+
+
+class ResultFile:
+    """An output of one batch; a context manager. ``cursor`` is where to read on.
+
+    Opening raises UsageError when OUT cannot be written, is in use, or holds something else.
+    """
+
+    def __init__(self, path: Path, batch_id: str, style: Style, errors: Path | None = None) -> None:
+        self._path = path
+        self._style = style
+        self._cursor_path = path.with_name(path.name + ".cursor")
+        self._stack = ExitStack()
+        wanted = Checkpoint(batch_id, style.ordered, style.flat, str(errors) if errors else None)
+        try:
+            self._rows = self._open(path)
+            self._errors = self._open(errors) if errors else None
+            self._checkpoint = self._resume(wanted)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def cursor(self) -> str | None:
+        return self._checkpoint.cursor
+
+    def write(self, results: Sequence[Result], cursor: str) -> None:
+        """Append a page and move the cursor behind it. A kill at any point loses and doubles nothing."""
+        if not results:
+            return
+        if self._checkpoint.cursor is None:
+            self._save()  # from the first byte on, OUT is known as ours
+        for result in results:
+            stream = self._errors if self._errors and result.failure else self._rows
+            stream.write(self._style.line(result))
+        self._checkpoint.cursor = cursor
+        self._checkpoint.bytes = _settle(self._rows)
+        self._checkpoint.error_bytes = _settle(self._errors) if self._errors else 0
+        self._save()
+
+    def close(self) -> None:
+        """Harmless when closed. A file that was made for nothing is not left behind."""
+        self._stack.close()
+
+    def __enter__(self) -> ResultFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, path: Path) -> BinaryIO:
+        is_new = not path.exists()
+        try:
+            stream = self._stack.enter_context(path.open("ab"))
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
+        if is_new:
+            self._stack.callback(_remove_if_empty, path)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"{path} is being written by another producer") from None
+        return stream
+
+    def _resume(self, wanted: Checkpoint) -> Checkpoint:
+        """Go on where OUT.cursor says, or start, if there is nothing yet."""
+        if self._rows.tell() == 0 and not (self._errors and self._errors.tell()):
+            return wanted
+        saved = self._load()
+        if (saved.batch, saved.errors_file) != (wanted.batch, wanted.errors_file):
+            raise UsageError(
+                f"{self._path} holds results of batch {saved.batch}: name another file, or delete it"
+            )
+        if (saved.ordered, saved.flat) != (wanted.ordered, wanted.flat):
+            raise UsageError(
+                f"{self._path} was begun with other --ordered or --flat flags: use the same, or delete it"
+            )
+        _cut(self._rows, saved.bytes, self._path)
+        if self._errors and saved.errors_file:
+            _cut(self._errors, saved.error_bytes, Path(saved.errors_file))
+        return saved
+
+    def _load(self) -> Checkpoint:
+        try:
+            return Checkpoint(**json.loads(self._cursor_path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"{self._path} is not empty and has no readable {self._cursor_path.name} beside it: "
+                "name another file, or delete it"
+            ) from error
+
+    def _save(self) -> None:
+        draft = self._cursor_path.with_name(self._cursor_path.name + ".new")
+        with draft.open("w") as stream:
+            json.dump(asdict(self._checkpoint), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(self._cursor_path)
+
+
+def _settle(stream: BinaryIO) -> int:
+    """Everything written so far on the disk; its size."""
+    stream.flush()
+    os.fsync(stream.fileno())
+    return stream.tell()
+
+
+def _cut(stream: BinaryIO, size: int, path: Path) -> None:
+    if stream.tell() < size:
+        raise UsageError(
+            f"{path} is shorter than its .cursor file says: it was changed. Delete both to start over"
+        )
+    stream.truncate(size)
+    stream.seek(size)
+
+
+def _remove_if_empty(path: Path) -> None:
+    if path.exists() and path.stat().st_size == 0:
+        path.unlink()

@@ -1,0 +1,167 @@
+"""Progress on stderr: a live bar on a terminal, else a plain line every few seconds.
+
+Owns what progress looks like and the rates it shows. Must not know Redis or files.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from producer.batch import BatchStatus, Progress
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+WINDOW_SECONDS = 15.0  # rates are of the last while, not of the whole batch: workers come and go
+LINE_SECONDS = 5.0
+
+
+class Rates:
+    """Rows and tokens a second over the last WINDOW_SECONDS."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, int]] = deque()  # (when, rows ended, tokens)
+
+    def update(self, status: BatchStatus, now: float) -> None:
+        self._seen.append((now, status.ended, status.completion_tokens))
+        while len(self._seen) > 2 and now - self._seen[1][0] > WINDOW_SECONDS:
+            self._seen.popleft()
+
+    @property
+    def _seconds(self) -> float:
+        return self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
+
+    @property
+    def rows_per_second(self) -> float:
+        return (self._seen[-1][1] - self._seen[0][1]) / self._seconds if self._seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (self._seen[-1][2] - self._seen[0][2]) / self._seconds if self._seconds else 0.0
+
+
+def describe_queueing(progress: Progress) -> str:
+    parts = [f"queueing: {progress.rows:,} rows"]
+    if progress.already:
+        parts.append(f"{progress.already:,} there already")
+    if progress.failed:
+        parts.append(f"{progress.failed:,} bad")
+    if progress.holding:
+        parts.append("Redis is nearly full, waiting for workers to make room")
+    return ", ".join(parts)
+
+
+def describe_running(status: BatchStatus, rates: Rates) -> str:
+    """``1,200 of 5,000 rows, 3 failed, 412 tokens/s, 2:10 left``."""
+    total = f"{status.rows:,}" + ("+" if status.state == "open" else "")
+    parts = [f"{status.ended:,} of {total} rows"]
+    if status.failed:
+        parts.append(f"{status.failed:,} failed")
+    if status.cancelled:
+        parts.append(f"{status.cancelled:,} cancelled")
+    if rates.tokens_per_second:
+        parts.append(f"{rates.tokens_per_second:,.0f} tokens/s")
+    if rates.rows_per_second and status.waiting:
+        parts.append(f"{duration(status.waiting / rates.rows_per_second)} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """``2:10`` or ``1:02:10``."""
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+class Display(Protocol):
+    """What the command line tells of progress to."""
+
+    def queueing(self, progress: Progress) -> None: ...
+    def running(self, status: BatchStatus) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Lines:
+    """For logs and pipes: a line at once, then every LINE_SECONDS, and one at the end if anything changed."""
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+        self._text = ""
+        self._shown = ""
+        self._due = 0.0
+
+    def queueing(self, progress: Progress) -> None:
+        self._show(describe_queueing(progress))
+
+    def running(self, status: BatchStatus) -> None:
+        self._rates.update(status, time.monotonic())
+        self._show(describe_running(status, self._rates))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._print()
+
+    def _show(self, text: str) -> None:
+        self._text = text
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + LINE_SECONDS
+            self._print()
+
+    def _print(self) -> None:
+        if self._text != self._shown:
+            self._shown = self._text
+            print(self._text, file=sys.stderr, flush=True)
+
+
+class Bar:
+    """For a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        self._rates = Rates()
+        columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        self._bar = RichProgress(*columns, console=Console(stderr=True), redirect_stdout=False)
+        self._task: TaskID | None = None
+
+    def queueing(self, progress: Progress) -> None:
+        self._show(describe_queueing(progress), progress.fraction)
+
+    def running(self, status: BatchStatus) -> None:
+        self._rates.update(status, time.monotonic())
+        done = status.ended / status.rows if status.rows else None
+        self._show(describe_running(status, self._rates), done)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def _show(self, text: str, done: float | None) -> None:
+        if self._task is None:
+            self._task = self._bar.add_task(text)
+        self._bar.update(
+            self._task, description=text, total=None if done is None else 1.0, completed=done or 0.0
+        )
+
+
+def display(*, live: bool = True) -> Display:
+    """A bar where a person watches and ``live`` allows it."""
+    return Bar() if live and sys.stderr.isatty() else Lines()
