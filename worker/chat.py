@@ -1,0 +1,190 @@
+"""The model folder's chat template: messages in, one prompt text out, its control tokens the template's own.
+
+The template is compiled with the control tokens it writes replaced by their secret names (vocabulary.py), so
+no message, however the template cuts, trims or joins it, can spell one. Must not know token ids or rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from producer.errors import RowError, UsageError
+
+Message = Mapping[str, Any]
+PROBE = "a probe"
+# A template is tried with these when it is loaded; a conversation it refuses is left out.
+TRIALS = (("user",), ("system", "user"), ("developer", "user"), ("user", "assistant", "user"))
+GUARD = f"\ufdd2{secrets.token_hex(8)}\ufdd3"  # parts the letters of a control token that a message spells
+
+
+class ChatTemplate:
+    """A compiled template. ``variables``: bos_token and such; ``names``: {control token: its secret name}."""
+
+    def __init__(self, source: str, variables: Mapping[str, str], names: Mapping[str, str]) -> None:
+        self._names = names
+        self._variables = {name: names.get(token, token) for name, token in variables.items()}
+        self._roles = {} if "developer" in source else {"developer": "system"}  # OpenAI's newer name for it
+        controls = _any_of(names)
+        environment = _environment()
+        tree = environment.parse(source)
+        if controls is not None:
+            self._name_controls(tree, controls)
+        self._template = environment.from_string(tree)
+        self._content: Callable[[str], Any] = str
+        self._choose_content()
+        self._composed = _any_of(self._composed_controls(controls) if controls else ())
+
+    def render(self, messages: Sequence[Message], limit: int) -> str:
+        """The prompt, up to where the assistant begins. RowError with what the template objects to.
+
+        ``limit``: most characters of a prompt; more is context_length_exceeded, and the rest is not rendered.
+        """
+        if self._composed is None:
+            return self._render(messages, limit)
+        # A template with '<|' + role + '|>' spells control tokens only now: whole ones are its own, once
+        # those in messages are taken apart.
+        prompt = self._render(messages, limit, self._guarded)
+        return self._composed.sub(self._name, prompt).replace(GUARD, "")
+
+    def turn(self) -> str:
+        """What the template writes around one user message, the message included; "" when it refuses that."""
+        return self._try(("user",), add_generation_prompt=False)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        limit: int,
+        change: Callable[[str], str] = str,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        pieces, length = [], 0
+        variables = dict(self._variables, messages=[self._prepared(message, change) for message in messages])
+        try:
+            for piece in self._template.generate(variables, add_generation_prompt=add_generation_prompt):
+                length += len(piece)
+                if length > limit:
+                    raise too_long(limit, "messages")
+                pieces.append(piece)
+        except RowError:
+            raise
+        except Exception as error:  # whatever a template raises concerns this row alone
+            reason = f"the model's chat template refuses the messages: {str(error)[:500]}"
+            raise RowError("invalid_request", reason, "messages") from None
+        return "".join(pieces)
+
+    def _prepared(self, message: Message, change: Callable[[str], str]) -> dict[str, Any]:
+        """The message as templates expect it: content in one piece, texts changed by ``change``."""
+        prepared = {**message, "content": self._content(change(_joined(message["content"])))}
+        prepared["role"] = self._roles.get(message["role"], message["role"])
+        if "name" in message:
+            prepared["name"] = change(message["name"])
+        return prepared
+
+    def _guarded(self, text: str) -> str:
+        assert self._composed is not None
+        return self._composed.sub(lambda match: "".join([letter + GUARD for letter in match[0]]), text)
+
+    def _name(self, match: re.Match[str]) -> str:
+        return self._names[match[0]]
+
+    def _name_controls(self, tree: nodes.Template, controls: re.Pattern[str]) -> None:
+        """Replaces control tokens in the template's text and string literals by their names."""
+        for text in tree.find_all(nodes.TemplateData):
+            text.data = controls.sub(self._name, text.data)
+        for literal in tree.find_all(nodes.Const):
+            if isinstance(literal.value, str):
+                literal.value = controls.sub(self._name, literal.value)
+
+    def _choose_content(self) -> None:
+        """Content goes in as a string, or as a list of parts where the template writes none of a string."""
+        if PROBE not in self._try(("user",)):
+            self._content = _as_parts
+            if PROBE not in self._try(("user",)):  # it wants more than a user's turn: strings are the rule
+                self._content = str
+
+    def _composed_controls(self, controls: re.Pattern[str]) -> set[str]:
+        """Control tokens that appear under their own names all the same: put together while rendering."""
+        return {found for roles in TRIALS for found in controls.findall(self._try(roles))}
+
+    def _try(self, roles: Iterable[str], add_generation_prompt: bool = True) -> str:
+        messages = [{"role": role, "content": PROBE} for role in roles]
+        try:
+            return self._render(messages, 2**20, add_generation_prompt=add_generation_prompt)
+        except RowError:
+            return ""
+
+
+def template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The folder's template: chat_template.jinja, else chat_template in ``config``, tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if source is not None and not isinstance(source, str):
+        raise UsageError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is neither text nor a list of texts"
+        )
+    return source
+
+
+def _joined(content: str | Sequence[Mapping[str, str]]) -> str:
+    """Text parts become lines, as vLLM joins them."""
+    return content if isinstance(content, str) else "\n".join([part["text"] for part in content])
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches each of ``tokens``, the longest that fits; None when there are none."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def too_long(limit: int, param: str) -> RowError:
+    """The error for a prompt that is refused before its tokens are counted."""
+    text = f"the prompt is longer than {limit} characters, more than the model's context can hold"
+    return RowError("context_length_exceeded", text, param)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as transformers sets it up, which is what templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+class GenerationTag(Extension):
+    """``{% generation %}`` marks assistant text for training; here its body simply stands."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own convention
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

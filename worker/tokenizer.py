@@ -1,0 +1,213 @@
+"""Text to token ids and back, by the model folder's tokenizer.json. Lives in the parent process.
+
+Owns BOS, the rule that special tokens written in a text stay text, and the cache of encoded words. Must not
+know rows, sampling or Redis.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from producer.errors import UsageError
+from worker.chat import ChatTemplate, template_source
+from worker.vocabulary import LONGEST_NAME, Description, parts, rename, secret_names, token_bytes
+
+# Rows are encoded one at a time and the cores are the engine's; threads would also make a later fork unsafe.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+Encode = Callable[[str], Sequence[int]]
+
+# One space between two words: there every byte-level pre-tokenizer in use begins a new word, space first.
+BETWEEN_WORDS = re.compile(r" (?<=\S )(?=\S)")
+PROBE = (
+    "It's 12,345 x\n  y = [a_b]; (été) 漢字 \U0001f469\u200d\U0001f467 \t<b> don't\r\n\r\n -- 3.14 !\u00a0 . "
+)
+BRACKETED = re.compile(r"\W+\w.*\W", re.DOTALL)  # <|user|>, [INST]: no run of spaces or newlines
+CACHED_WORDS = 2**15  # about 10 MB
+CACHED_LENGTH = 64  # characters; what is longer is hardly met twice
+
+
+class Words(dict[str, Sequence[int]]):
+    """Token ids of words met before, each encoded with ``before`` in front of it. Full, it starts afresh."""
+
+    def __init__(self, encode: Encode, before: str) -> None:
+        super().__init__()
+        self._encode, self._before = encode, before
+
+    def __missing__(self, word: str) -> Sequence[int]:
+        ids = self._encode(self._before + word)
+        if len(word) <= CACHED_LENGTH:
+            if len(self) >= CACHED_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+class WordEncoder:
+    """Encodes word by word with a cache: a tenth of the library's time (benchmarks/parent_cost.py).
+
+    Right only where words are encoded independently of one another; see ``encodes_words_apart``.
+    """
+
+    def __init__(self, encode: Encode) -> None:
+        self._first, self._later = Words(encode, ""), Words(encode, " ")
+
+    def __call__(self, text: str) -> Sequence[int]:
+        first, *later = BETWEEN_WORDS.split(text)
+        return [*self._first[first], *chain.from_iterable(map(self._later.__getitem__, later))]
+
+
+class Tokenizer:
+    """Build it with ``load``.
+
+    ``bos``: ids put before a plain prompt; ``template``: the folder's chat template or None; ``longest``:
+    most characters of text one token can stand for.
+    """
+
+    def __init__(
+        self,
+        encode: Encode,
+        written: Sequence[bytes],
+        hidden: Iterable[int],
+        bos: Sequence[int],
+        template: ChatTemplate | None,
+    ) -> None:
+        self.bos = tuple(bos)
+        self.template = template
+        self.longest = max(LONGEST_NAME, *map(len, written))  # bytes, so characters are no more
+        self._encode = encode
+        self._all = list(written)
+        self._shown = list(written)
+        for token_id in hidden:
+            self._shown[token_id] = b""
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and the chat template. UsageError names the file."""
+        path = folder / "tokenizer.json"
+        description, config = _read(path), _read(folder / "tokenizer_config.json", missing_ok=True)
+        try:
+            return cls._from(description, config, template_source(folder, config))
+        except UsageError:
+            raise
+        except Exception as error:  # the library raises bare Exceptions, templates anything
+            raise UsageError(f"{path} or its chat template cannot be used: {error}") from error
+
+    @classmethod
+    def _from(cls, description: Description, config: Mapping[str, Any], source: str | None) -> Tokenizer:
+        written = token_bytes(description)
+        variables = _special_texts(config)
+        names = secret_names(description, {*variables.values(), *_turn_texts(description, source, variables)})
+        rename(description, names)
+        library = tokenizers.Tokenizer.from_str(json.dumps(description, ensure_ascii=False))
+        library.no_truncation()  # a file saved while training may carry both
+        library.no_padding()
+        hidden = [_id_of(library, name, token) for token, name in names.items()]
+
+        def encode(text: str) -> Sequence[int]:
+            ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
+
+        return cls(
+            WordEncoder(encode) if encodes_words_apart(description, encode) else encode,
+            written,
+            hidden,
+            _bos(library, config, names),
+            None if source is None else ChatTemplate(source, variables, names),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt, BOS first where the model wants one. Special tokens in ``text`` are text."""
+        return [*self.bos, *self._encode(text)]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of what ``template`` rendered. BOS is the template's to write, as in transformers."""
+        return list(self._encode(text))
+
+    def written(self, ids: Iterable[int], skip_special: bool = True) -> bytes:
+        """UTF-8 bytes of ``ids``, perhaps cut within a character; an id that has no token writes nothing."""
+        table = self._shown if skip_special else self._all
+        try:
+            return b"".join([table[token_id] for token_id in ids])
+        except IndexError:
+            return b"".join([table[token_id] for token_id in ids if token_id < len(table)])
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        return self.written(ids, skip_special).decode("utf-8", "replace")
+
+
+def encodes_words_apart(description: Description, encode: Encode) -> bool:
+    """Whether a text's ids are its words' ids in a row, by the file's structure and by trial."""
+    byte_level = any(part["type"] == "ByteLevel" for part in parts(description["pre_tokenizer"]))
+    normalizer = description["normalizer"]
+    greedy = any(
+        token["lstrip"] or token["rstrip"] or " " in token["content"] for token in description["added_tokens"]
+    )
+    if not byte_level or greedy or (normalizer is not None and normalizer["type"] != "NFC"):
+        return False
+    return list(encode(PROBE)) == list(WordEncoder(encode)(PROBE))
+
+
+def _read(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if missing_ok:
+            return {}
+        raise UsageError(f"{path} is missing: build the model folder again with `worker build`") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} is not a JSON object: build the model folder again with `worker build`")
+    return value
+
+
+def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """{"bos_token": "<s>", ...}: what chat templates may call by name."""
+    found = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _turn_texts(description: Description, source: str | None, variables: Mapping[str, str]) -> list[str]:
+    """Added tokens that open or close a chat turn: control tokens, whatever flag the folder gives them."""
+    turn = "" if source is None else ChatTemplate(source, variables, {}).turn()
+    texts = [token["content"] for token in description["added_tokens"]]
+    return [text for text in texts if BRACKETED.fullmatch(text) and text in turn]
+
+
+def _id_of(library: tokenizers.Tokenizer, name: str, token: str) -> int:
+    token_id: int | None = library.token_to_id(name)
+    if token_id is None or not name.endswith(f":{token_id}\ufdd1"):
+        raise UsageError(f"tokenizer.json gives the control token {token!r} two ids")
+    return token_id
+
+
+def _bos(library: tokenizers.Tokenizer, config: Mapping[str, Any], names: Mapping[str, str]) -> Sequence[int]:
+    """Ids before a plain prompt: as add_bos_token says, else what tokenizer.json itself puts in front."""
+    if isinstance(wanted := config.get("add_bos_token"), bool):
+        text = _special_texts(config).get("bos_token", "")
+        bos = library.token_to_id(names.get(text, text))
+        if not wanted:
+            return []
+        if bos is None:
+            raise UsageError(
+                "tokenizer_config.json: add_bos_token is true, but bos_token is no token of the model"
+            )
+        return [bos]
+    bare: list[int] = library.encode("a", add_special_tokens=False).ids
+    full: list[int] = library.encode("a").ids
+    return next(full[:i] for i in range(len(full)) if full[i : i + len(bare)] == bare)
