@@ -301,9 +301,8 @@ def _choice(choice: wire.Choice, chat: bool) -> dict[str, Any]:
     return {"index": choice.index, **said, **ended}
 
 
-def _usage(usage: wire.Usage | None) -> dict[str, int] | None:
-    if usage is None:
-        return None
+def _usage(usage: wire.Usage | None) -> dict[str, int]:
+    assert usage is not None, "an answered row has its usage"
     total = usage.prompt_tokens + usage.completion_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,

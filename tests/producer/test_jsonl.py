@@ -205,6 +205,20 @@ def test_depth_short_of_the_parsers_limit_is_refused_too() -> None:
         assert row.failure.code in ("invalid_json", "unsupported_parameter")
 
 
+def test_a_python_callers_endless_schema_is_a_bad_row() -> None:
+    schema: dict[str, Any] = {}
+    schema["items"] = schema
+    row = {
+        "id": "a",
+        "prompt": "x",
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    }
+    parsed = parse_object(row, PLACE)
+    assert isinstance(parsed, BadRow)
+    assert (parsed.custom_id, parsed.failure.code) == ("a", "invalid_json")
+    assert parsed.failure.message == "line 7: nested too deeply"
+
+
 def test_numbers_beyond_float() -> None:
     assert bad(b'{"prompt":"x","temperature":1e999}').failure.param == "temperature"
     assert bad(b'{"prompt":"x","temperature":' + b"1" * 400 + b"}").failure.param == "temperature"

@@ -125,6 +125,13 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check_readable(str(locked))
 
 
+def test_a_file_that_fails_while_it_is_read() -> None:
+    with pytest.raises(
+        UsageError, match=r"/proc/self/mem: cannot be read after line 0 \(Input/output error\)"
+    ):
+        list(read_lines("/proc/self/mem"))  # opens, but its first page is nobody's
+
+
 @pytest.mark.parametrize("length", [9, 10, 11, 12, 5000, 3_000_000])
 def test_a_line_over_the_cap_is_one_bad_row(file: Path, length: int) -> None:
     file.write_bytes(b"x" * length + b"\n" + b"y\n")
