@@ -202,6 +202,11 @@ class Store:
         pipe.hset(worker_key(name), mapping=mapping)
         pipe.expire(worker_key(name), ttl_seconds)
 
+    def forget_worker(self, name: str) -> None:
+        """The worker has ended and need not be shown until its report ages."""
+        self.connection.delete(worker_key(name))
+        self.connection.srem(WORKERS, name)
+
     def is_cancelled(self, batch_ids: Iterable[str]) -> set[str]:
         """Those of the batches that were cancelled: their rows must not run. One round trip."""
         wanted = list(dict.fromkeys(batch_ids))
