@@ -12,6 +12,7 @@ from typing import Any
 from producer.rules import INT32_MAX, Integer, Rule, Strings, anything, flag, json_object, refusal
 
 SCHEMA_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+MAX_SCHEMA_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,12 @@ def response_format(value: Any, path: str) -> Mapping[str, Any]:
     return dict(value)
 
 
-def check_schema(schema: Any, path: str) -> None:
+def check_schema(schema: Any, path: str, depth: int = 0) -> None:
     """Refuse what no JSON Schema can be: neither object nor boolean, or of a type that does not exist."""
     if isinstance(schema, bool):
         return
+    if depth > MAX_SCHEMA_DEPTH:  # the worker reads schemas too, and must not run out of stack
+        raise refusal("response_format", f"at most {MAX_SCHEMA_DEPTH} deep", schema, code="invalid_schema")
     if not isinstance(schema, Mapping):
         raise refusal(path, "a JSON Schema, an object", schema, code="invalid_schema")
     kinds = schema.get("type", [])
@@ -51,7 +54,7 @@ def check_schema(schema: Any, path: str) -> None:
             wanted = "one of " + ", ".join(sorted(SCHEMA_TYPES))
             raise refusal(f"{path}.type", wanted, kind, code="invalid_schema")
     for name, inner in _inner_schemas(schema):
-        check_schema(inner, f"{path}.{name}")
+        check_schema(inner, f"{path}.{name}", depth + 1)
 
 
 def _inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -202,10 +202,20 @@ def test_depth_short_of_the_parsers_limit_is_refused_too() -> None:
             + schema
             + b"}}}"
         )
-        assert row.failure.code in ("invalid_json", "unsupported_parameter")
+        assert row.failure.code in ("invalid_json", "invalid_schema")
 
 
-def test_a_python_callers_endless_schema_is_a_bad_row() -> None:
+def test_two_endless_values_for_one_field_are_a_bad_row() -> None:
+    one: dict[str, Any] = {}
+    other: dict[str, Any] = {"a": one}
+    one["a"] = other
+    parsed = parse_object({"id": "a", "metadata": one, "sampling_params": {"metadata": other}}, PLACE)
+    assert isinstance(parsed, BadRow)
+    assert (parsed.custom_id, parsed.failure.code) == ("a", "invalid_json")
+    assert parsed.failure.message == "line 7: nested too deeply"
+
+
+def test_an_endless_schema_is_refused_on_both_sides() -> None:
     schema: dict[str, Any] = {}
     schema["items"] = schema
     row = {
@@ -215,8 +225,12 @@ def test_a_python_callers_endless_schema_is_a_bad_row() -> None:
     }
     parsed = parse_object(row, PLACE)
     assert isinstance(parsed, BadRow)
-    assert (parsed.custom_id, parsed.failure.code) == ("a", "invalid_json")
-    assert parsed.failure.message == "line 7: nested too deeply"
+    assert (parsed.custom_id, parsed.failure.code) == ("a", "invalid_schema")
+    assert parsed.failure.message == "line 7: response_format must be at most 64 deep, not an object"
+    request = wire.Request(custom_id="a", batch_id="b", file=0, line=1, endpoint="completions", prompt="x")
+    hostile = request.encode() | {"sampling": {"response_format": row["response_format"]}}
+    with pytest.raises(RowError, match="at most 64 deep"):
+        wire.Request.decode(hostile)
 
 
 def test_numbers_beyond_float() -> None:
