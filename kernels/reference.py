@@ -1,7 +1,7 @@
 """The NumPy statement of the sampler: every operation of a step, one row at a time, reading like its formula.
 
 Slow on purpose. ``kernels.cpu`` and ``kernels.cuda`` return the same tokens, bit for bit: only IEEE fp32
-subtract, multiply and divide, integer polynomials, sums and compares, and Philox decide. Knows no model, no text.
+subtract, multiply and divide, integer polynomials, sums and compares, and Philox decide. Knows no model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def mask(z: Floats, bits: Bits) -> Floats:
 
 
 def penalise(z: Floats, prompt: ArrayLike, output: ArrayLike, row: RowParams) -> Floats:
-    """Each distinct seen id once: repetition over prompt and output, frequency and presence over the output."""
+    """Each distinct seen id once: repetition over prompt and output, frequency and presence over output."""
     prompt, output = np.asarray(prompt, np.int64), np.asarray(output, np.int64)
     seen = np.unique(np.concatenate([prompt, output]))
     seen = seen[seen < z.size]
@@ -273,7 +273,7 @@ class Slot:
     grammar: Bits | None = None
 
     def step(self, logits: Floats) -> tuple[int, Status]:
-        """Sample from raw logits f32[V], append, say how the row stands. A row that has ended stays as it is."""
+        """Sample from raw logits f32[V], append, say how the row stands. An ended row stays as it is."""
         if self.status is not Status.RUNNING:
             return -1, self.status
         if np.isnan(logits).any() or not (logits > NEGATIVE_INFINITY).any():
@@ -314,7 +314,7 @@ class BatchedSampler:
         self.slots[slot].grammar = None if bits is None else bits.copy()
 
     def step(self, logits: Floats, slots: ArrayLike) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """logits f32[n, >= V], slots i32[n] -> tokens i32[n] (-1: none), status u8[n]. Leaves the logits alone."""
+        """logits f32[n, >= V], slots i32[n] -> tokens i32[n] (-1: none), status u8[n]. The logits stay."""
         rows = zip(np.asarray(slots), logits, strict=True)
         results = [self.slots[int(slot)].step(z[: self.vocab_size]) for slot, z in rows]
         tokens, status = zip(*results, strict=True) if results else ((), ())

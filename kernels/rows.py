@@ -34,9 +34,9 @@ class Status(IntEnum):
 class RowParams:
     """Resolved sampling numbers of one row; every field has its final value. Ids are token ids.
 
-    Order of operations (docs/requests.md): allowed ids, logit bias, banned ids, grammar mask, EOS and stop ids
-    held back by min_tokens -> repetition, frequency, presence penalties, n-gram bans -> temperature -> top_k ->
-    min_p -> top_p -> draw.
+    Order of operations (docs/requests.md): allowed ids, logit bias, banned ids, grammar mask, EOS and stop
+    ids held back by min_tokens -> repetition, frequency and presence penalties, n-gram bans -> temperature ->
+    top_k -> min_p -> top_p -> draw.
     """
 
     max_tokens: int
