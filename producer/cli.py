@@ -121,7 +121,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
 
     _check_submit_flags(wait, out, errors_file, as_json)
     client = Client(redis, keep_seconds=round(keep_days * 86_400))
-    batch_id = batch_id or new_batch_id()
+    batch_id = new_batch_id() if batch_id is None else batch_id
     again = ["producer", "submit", *files, "--batch-id", batch_id, "--queue", queue, "--format", format]
     collect = ["producer", "results", batch_id, "--follow", *_output_flags(out, ordered, flat, errors_file)]
     with _sink(out, batch_id, Style(ordered, flat), errors_file) as sink, _display(out or not wait) as show:

@@ -87,7 +87,7 @@ class Client:
         with sources.readable_twice(names) as paths:
             if strict and (validation := validate(paths, format, on_bad)).bad:
                 raise BadLinesError(validation)
-            batch_id = batch_id or new_batch_id()
+            batch_id = new_batch_id() if batch_id is None else batch_id
             return self._submit(
                 names, paths, queue=queue, batch_id=batch_id, format=format, on_progress=on_progress
             )
@@ -108,7 +108,7 @@ class Client:
                 except (TypeError, ValueError, RecursionError) as error:
                     raise UsageError(f"row {number} cannot be written as JSON: {error}") from error
             copy.flush()
-            batch_id = batch_id or new_batch_id()
+            batch_id = new_batch_id() if batch_id is None else batch_id
             files = ["rows"], [copy.name]
             return self._submit(
                 *files, queue=queue, batch_id=batch_id, format="jsonl", on_progress=on_progress
