@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from worker.blocks import blocks_for
 from worker.live import LiveBatch
 from worker.sequence import Ints, Step
 
@@ -28,16 +29,17 @@ class Batch:
 
 def pack(step: Step, live: LiveBatch) -> Batch:
     """Flattens ``step`` (at least one slice). Decode rows and chunks alike: no case of their own."""
-    cumulative = np.zeros(len(step) + 1, np.int32)
-    np.cumsum(step.counts, out=cumulative[1:])
-    rows = np.repeat(step.slots, step.counts)  # [T] slot of each token
-    offsets = np.repeat(step.starts - cumulative[:-1], step.counts)
+    ends = step.counts.cumsum()  # [B] behind each slice's last token in the packed order
+    rows = step.slots.repeat(step.counts)  # [T] slot of each token
+    offsets = (step.starts + step.counts - ends).repeat(step.counts)
     positions = np.arange(len(rows)) + offsets  # [T] position of each token in its row
-    width = -(-int((step.starts + step.counts).max()) // live.block_size)
+    cumulative = np.zeros(len(step) + 1, np.int32)
+    cumulative[1:] = ends
+    width = blocks_for(int((step.starts + step.counts).max()), live.block_size)
     return Batch(
         input_ids=live.tokens[rows, positions].astype(np.int64),
         cumulative=cumulative,
-        past=step.starts,
+        past=step.starts.astype(np.int32),
         block_table=live.table[step.slots, :width],
-        logits_rows=(cumulative[1:][step.samples] - 1).astype(np.int64),
+        logits_rows=ends[step.samples] - 1,
     )

@@ -121,7 +121,7 @@ class Engine:
             self._sampler.admit(sequence.slot, row.params, row.prompt, sequence.output)
 
     def _run(self, step: Step) -> tuple[Ints, NDArray[np.uint8]]:
-        slots = step.slots[step.samples]
+        slots = step.slots[step.samples].astype(np.int32)
         logits = self._model.run(pack(step, self._live))
         if not len(slots):  # chunks of prompts only
             return np.empty(0, np.int32), np.empty(0, np.uint8)

@@ -1,16 +1,18 @@
 """The live batch as columns, one line per slot: tokens, lengths, computed positions, block table.
 
 Owns who sits where. Knows no policy and no model. Columns instead of objects because a step then costs the
-host a few array operations for the whole batch and nothing per row (benchmarks/host_cost.py).
+host a few array operations for the whole batch and nothing per row (benchmarks/host_cost.py). Columns that
+index others are int64: NumPy gathers five times slower through int32.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from worker.blocks import blocks_for
-from worker.sequence import Ints, Sequence
+from worker.sequence import Indices, Ints, Sequence
+
+NOBODY = np.iinfo(np.int64).max  # the arrival of an empty slot: sorts behind every row
 
 
 class LiveBatch:
@@ -23,27 +25,35 @@ class LiveBatch:
         width = blocks_for(context_length, block_size)
         self.block_size = block_size
         self.tokens = np.zeros((max_batch, context_length), np.int32)  # prompt, then output
-        self.num_prompt = np.zeros(max_batch, np.int32)
-        self.length = np.zeros(max_batch, np.int32)  # known tokens
-        self.computed = np.zeros(max_batch, np.int32)  # tokens whose keys and values are in the cache
-        self.arrival = np.zeros(max_batch, np.int64)
-        self.streamed = np.zeros(max_batch, np.bool_)
         self.table = np.zeros((max_batch, width), np.int32)  # block numbers; behind them 0, the bin
-        self.num_blocks = np.zeros(max_batch, np.int32)
-        self.order: Ints = np.empty(0, np.int32)  # live slots, oldest row first
+        self.num_blocks = np.zeros(max_batch, np.int64)
+        self.num_prompt = np.zeros(max_batch, np.int64)
+        self.length = np.zeros(max_batch, np.int64)  # known tokens
+        self.computed = np.zeros(max_batch, np.int64)  # tokens whose keys and values are in the cache
+        self.arrival = np.full(max_batch, NOBODY)
+        self.streamed = np.zeros(max_batch, np.bool_)
         self.sequences: list[Sequence | None] = [None] * max_batch
         self.free_slots = list(range(max_batch - 1, -1, -1))
+        self._order: Indices | None = None
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.sequences) - len(self.free_slots)
 
     @property
-    def pending(self) -> Ints:
+    def order(self) -> Indices:
+        """Live slots, oldest row first. [live]"""
+        if self._order is None:
+            self._order = np.argsort(self.arrival)[: len(self)]
+        return self._order
+
+    @property
+    def pending(self) -> Indices:
         """Tokens each live row has still to compute, in order. [live]"""
-        return self.length[self.order] - self.computed[self.order]
+        order = self.order
+        return self.length[order] - self.computed[order]
 
     @property
-    def cramped(self) -> Ints:
+    def cramped(self) -> Indices:
         """Live slots whose known tokens no longer fit their blocks, each one block short, in order."""
         order = self.order
         return order[self.length[order] > self.num_blocks[order] * self.block_size]
@@ -51,37 +61,38 @@ class LiveBatch:
     def join(self, sequence: Sequence, blocks: Ints) -> None:
         """Seats a waiting sequence in a free slot, nothing computed yet."""
         slot = sequence.slot = self.free_slots.pop()
-        prompt, output = sequence.row.prompt, sequence.output
-        self.tokens[slot, : len(prompt)] = prompt
-        self.tokens[slot, len(prompt) : sequence.num_tokens] = output
-        self.num_prompt[slot] = len(prompt)
-        self.length[slot] = sequence.num_tokens
+        num_prompt, num_tokens = len(sequence.row.prompt), sequence.num_tokens
+        self.tokens[slot, :num_prompt] = sequence.row.prompt
+        self.tokens[slot, num_prompt:num_tokens] = sequence.output
+        self.table[slot, : len(blocks)] = blocks
+        self.num_blocks[slot] = len(blocks)
+        self.num_prompt[slot] = num_prompt
+        self.length[slot] = num_tokens
         self.computed[slot] = 0
         self.arrival[slot] = sequence.arrival
         self.streamed[slot] = sequence.row.streamed
-        self.table[slot, : len(blocks)] = blocks
-        self.num_blocks[slot] = len(blocks)
         self.sequences[slot] = sequence
-        older = np.searchsorted(self.arrival[self.order], sequence.arrival)
-        self.order = np.insert(self.order, older, slot)
+        self._order = None
 
-    def leave(self, slot: int) -> Ints:
-        """Empties a slot and returns the blocks it held; the caller frees them."""
-        blocks = self.blocks(slot)
-        self.table[slot, : len(blocks)] = 0
-        self.num_blocks[slot] = 0
-        self.at(slot).slot = -1
-        self.sequences[slot] = None
-        self.order = self.order[self.order != slot]
-        self.free_slots.append(slot)
-        return blocks
+    def leave(self, slots: Indices) -> Ints:
+        """Empties ``slots`` and returns the blocks they held; the caller frees them."""
+        held = self.held(slots)
+        for slot in slots.tolist():
+            self.at(slot).slot = -1
+            self.sequences[slot] = None
+            self.free_slots.append(slot)
+        self.table[slots, : self.num_blocks[slots].max(initial=0)] = 0
+        self.num_blocks[slots] = 0
+        self.arrival[slots] = NOBODY
+        self._order = None
+        return held
 
-    def grow(self, slots: Ints, blocks: Ints) -> None:
+    def grow(self, slots: Indices, blocks: Ints) -> None:
         """One more block for each of ``slots``."""
         self.table[slots, self.num_blocks[slots]] = blocks
         self.num_blocks[slots] += 1
 
-    def append(self, slots: Ints, tokens: NDArray[np.integer]) -> None:
+    def append(self, slots: Indices, tokens: Ints) -> None:
         """One more known token for each of ``slots``."""
         self.tokens[slots, self.length[slots]] = tokens
         self.length[slots] += 1
@@ -91,8 +102,11 @@ class LiveBatch:
         generated: list[int] = self.tokens[slot, self.num_prompt[slot] + since : self.length[slot]].tolist()
         return generated
 
-    def blocks(self, slot: int) -> Ints:
-        return self.table[slot, : self.num_blocks[slot]].copy()
+    def held(self, slots: Indices) -> Ints:
+        """Every block in the tables of ``slots``."""
+        lengths = self.num_blocks[slots]
+        width = lengths.max(initial=0)
+        return self.table[slots, :width][np.arange(width) < lengths[:, None]]
 
     def at(self, slot: int) -> Sequence:
         sequence = self.sequences[slot]
@@ -109,7 +123,7 @@ class LiveBatch:
         arrivals = [self.at(slot).arrival for slot in order]
         assert arrivals == sorted(arrivals), "not in order of arrival"
         assert (self.pending >= 1).all(), "a live row with nothing to compute"
-        room = self.num_blocks[self.order] * self.block_size
-        assert (self.computed[self.order] <= room).all(), "computed past its blocks"
+        room = self.num_blocks[order] * self.block_size
+        assert (self.computed[order] <= room).all(), "computed past its blocks"
         unused = np.arange(self.table.shape[1]) >= self.num_blocks[:, None]
         assert not self.table[unused].any(), "a block behind the end of a row's table"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kernels.rows import Status
 from worker.blocks import BlockPool, blocks_for
 from worker.live import LiveBatch
-from worker.sequence import Ints, Output, Row, Sequence, Step
+from worker.sequence import Indices, Ints, Output, Row, Sequence, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,17 @@ class Policy:
     )
 
 
-def deal(pending: Ints, prefill_tokens: int) -> Ints:
+def deal(pending: Indices, prefill_tokens: int) -> Indices:
     """Tokens each row computes in a step, rows oldest first. [B] -> [B]
 
     One pending token (a decode) always runs; rows with more share ``prefill_tokens``, the oldest first.
     """
-    wanted = np.where(pending > 1, pending, 0)
-    before = np.cumsum(wanted) - wanted
-    return np.where(pending > 1, np.clip(prefill_tokens - before, 0, wanted), 1).astype(np.int32)
+    counts = pending.copy()
+    behind = np.flatnonzero(pending > 1)
+    wanted = pending[behind]
+    left = prefill_tokens - (wanted.cumsum() - wanted)  # of the share, when it is the row's turn
+    counts[behind] = np.minimum(wanted, np.maximum(left, 0))
+    return counts
 
 
 def reserve(num_live: int, reserve_tokens: int, block_size: int) -> int:
@@ -113,7 +116,8 @@ class Scheduler:
         ``only``: admit these row ids alone (the live rows are among them). Raises RuntimeError when rows wait
         and none can run: that is a bug and never the end of the work.
         """
-        self._drop_cancelled()
+        if self._cancelled:
+            self._drop_cancelled()
         self._make_room()
         self._admit(only)
         step = self._slices()
@@ -124,18 +128,20 @@ class Scheduler:
         return step
 
     def _drop_cancelled(self) -> None:
-        for row_id in self._cancelled & self._rows.keys():
-            self._end(self._rows[row_id], Status.CANCELLED)
-        if self._cancelled:
-            self._waiting = deque(one for one in self._waiting if one.row.id not in self._cancelled)
-            self._cancelled.clear()
+        gone = [self._rows[row_id] for row_id in self._cancelled & self._rows.keys()]
+        for sequence in gone:
+            self._tell(sequence, Status.CANCELLED)
+        self._unseat(np.array([one.slot for one in gone if one.slot >= 0], np.int64))
+        self._waiting = deque(one for one in self._waiting if one.row.id not in self._cancelled)
+        self._cancelled.clear()
 
     def _make_room(self) -> None:
         """A block for each row whose tokens outgrew its own; where none is left, the newest rows make way."""
         while len(cramped := self._live.cramped) > self._pool.num_free:
-            self._preempt(int(self._live.order[-1]))
+            self._preempt(self._live.order[-1:])
             self.num_preemptions += 1
-        self._live.grow(cramped, self._pool.lend(len(cramped)))
+        if len(cramped):
+            self._live.grow(cramped, self._pool.lend(len(cramped)))
 
     def _admit(self, only: Set[int] | None) -> None:
         """Seats waiting rows while slots, blocks and the prefill share last.
@@ -143,6 +149,8 @@ class Scheduler:
         A row that does not fit is stepped over, a bounded number of times. A trial (``only``) steps over whom
         it likes and counts nothing.
         """
+        if not self._waiting or len(self._live) >= self.limit:
+            return
         pending = self._live.pending
         share = self.policy.prefill_tokens - int(pending[pending > 1].sum())
         passed: list[Sequence] = []
@@ -155,7 +163,7 @@ class Scheduler:
                     other.overtaken += 1
             else:
                 passed.append(sequence)
-            if only is None and self._must_wait(passed):
+            if passed and only is None and self._must_wait(passed):
                 break
         self._waiting.extendleft(reversed(passed))
 
@@ -177,7 +185,7 @@ class Scheduler:
     def _slices(self) -> Step:
         pending = self._live.pending
         counts = deal(pending, self.policy.prefill_tokens)
-        runs = counts > 0
+        runs = np.flatnonzero(counts)
         slots = self._live.order[runs]
         step = Step(
             slots=slots,
@@ -200,26 +208,24 @@ class Scheduler:
         slots = step.slots[step.samples]
         drawn = status <= Status.LENGTH  # beyond, the row ended without a token
         live.append(slots[drawn], tokens[drawn])
-        for index in np.flatnonzero((status != Status.RUNNING) | live.streamed[slots]).tolist():
-            sequence, how = live.at(slots[index]), Status(status[index])
-            if how == Status.RUNNING:
-                self._tell(sequence, how)
-            else:
-                self._end(sequence, how)
-                self.limit = min(self.limit + 1, self.policy.max_batch)
+        ended = status != Status.RUNNING
+        for index in np.flatnonzero(ended | live.streamed[slots]).tolist():
+            self._tell(live.at(slots[index]), Status(status[index]))
+        if ended.any():
+            self._unseat(slots[ended])
+            self.limit = min(self.limit + int(ended.sum()), self.policy.max_batch)
 
     # -- after a failed step: the cache's contents are gone, the tokens are here
 
     def evict(self) -> None:
         """Every live row waits again, in its old place, with its tokens."""
-        for slot in reversed(self._live.order.tolist()):
-            self._preempt(slot)
+        self._preempt(self._live.order)
 
     def fail(self, row_id: int, message: str) -> None:
         """Ends an evicted row."""
         sequence = self._rows[row_id]
         self._waiting.remove(sequence)
-        self._end(sequence, Status.FAILED, message)
+        self._tell(sequence, Status.FAILED, message)
 
     def shrink(self) -> None:
         """Halves the live rows admitted; every row that ends afterwards gives one place back."""
@@ -227,24 +233,24 @@ class Scheduler:
 
     # -- a row's ways out of its seat
 
-    def _preempt(self, slot: int) -> None:
-        sequence = self._live.at(slot)
-        sequence.output = self._live.output(slot)
-        self._unseat(slot)
-        newer = (place for place, one in enumerate(self._waiting) if one.arrival > sequence.arrival)
-        self._waiting.insert(next(newer, len(self._waiting)), sequence)
+    def _preempt(self, slots: Indices) -> None:
+        """``slots`` oldest first. Their rows wait again, each before those that came after it."""
+        sequences = [self._live.at(slot) for slot in slots.tolist()]
+        for sequence in sequences:
+            sequence.output = self._live.output(sequence.slot)
+        self._unseat(slots)
+        for sequence in reversed(sequences):
+            newer = (place for place, one in enumerate(self._waiting) if one.arrival > sequence.arrival)
+            self._waiting.insert(next(newer, len(self._waiting)), sequence)
 
-    def _end(self, sequence: Sequence, status: Status, message: str = "") -> None:
-        self._tell(sequence, status, message)
-        del self._rows[sequence.row.id]
-        if sequence.slot >= 0:
-            self._unseat(sequence.slot)
-
-    def _unseat(self, slot: int) -> None:
-        self._pool.free(self._live.leave(slot))
-        self._left.append(slot)
+    def _unseat(self, slots: Indices) -> None:
+        self._pool.free(self._live.leave(slots))
+        self._left.extend(slots.tolist())
 
     def _tell(self, sequence: Sequence, status: Status, message: str = "") -> None:
+        """Puts an Output of what is new. Unless it is RUNNING the row is no longer ours; its seat may be."""
+        if status != Status.RUNNING:
+            del self._rows[sequence.row.id]
         if sequence.slot >= 0:
             news = self._live.output(sequence.slot, since=sequence.num_sent)
         else:
@@ -272,7 +278,7 @@ class Scheduler:
         live = self._live
         live.check()
         seated = [live.at(slot) for slot in live.order.tolist()]
-        self._pool.check(np.concatenate([live.blocks(one.slot) for one in seated] or [live.order]))
+        self._pool.check(live.held(live.order))
         everyone = [*seated, *self._waiting]
         assert len(everyone) == len(self._rows), "a row is lost or there twice"
         assert all(self._rows[one.row.id] is one for one in everyone)

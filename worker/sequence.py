@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kernels.rows import RowParams, Status
 
 Ints = NDArray[np.int32]
+Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
@@ -66,9 +67,9 @@ class Step:
     ``slots[i]``. Positions and no tokens, so it can be made before the last step's tokens are known.
     """
 
-    slots: Ints  # [B], oldest row first
-    starts: Ints  # [B]
-    counts: Ints  # [B], each at least 1
+    slots: Indices  # [B], oldest row first
+    starts: Indices  # [B]
+    counts: Indices  # [B], each at least 1
     samples: Flags  # [B]: the slice ends at the row's last known token, so its logits give the next one
     left: tuple[int, ...]  # slots given up since the last step ...
     joined: tuple[Sequence, ...]  # ... and the rows seated in this one, maybe in the same slots

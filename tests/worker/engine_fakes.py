@@ -14,6 +14,8 @@ from worker.engine import Engine
 from worker.scheduler import Policy
 from worker.sequence import Output, Row
 
+MASK = 2**64 - 1
+
 
 class WatchfulSampler:
     """Greedy, then shifted by the row's seed and everything it has seen: lost or foreign state shows at once.
@@ -75,6 +77,33 @@ def solo(one: Row) -> tuple[list[int], Status]:
     """What the row gives with the machine to itself: one slot, all blocks, its prompt in one chunk."""
     *partial, last = lonely_engine().generate([one])
     return [token for output in (*partial, last) for token in output.tokens], last.status
+
+
+def by_hand(one: Row) -> tuple[list[int], Status]:
+    """The same, stated without engine, cache or sampler."""
+    tokens, num_prompt, status = list(one.prompt), len(one.prompt), Status.RUNNING
+    while status == Status.RUNNING:
+        shift = one.params.seed + sum(tokens) + len(tokens)
+        tokens.append((hashed(tokens) + shift) % 64)
+        status = ending(one.params, tokens[-1], len(tokens) - num_prompt)
+    return tokens[num_prompt:], status
+
+
+def hashed(tokens: list[int]) -> int:
+    """HashModel's next token, one Python integer at a time."""
+    total = 0
+    for position, token in enumerate(tokens):
+        mixed = ((token << 24 | position) + 1) * weights()[position] & MASK
+        total += (mixed ^ (mixed >> 29)) * 0x9E3779B97F4A7C15
+    total &= MASK
+    total = (total ^ (total >> 32)) * 0xD6E8FEB86659FD93 & MASK
+    return (total >> 40) % 64
+
+
+@cache
+def weights() -> list[int]:
+    drawn = np.random.default_rng(0).integers(1 << 62, size=256).tolist()
+    return [2 * number + 1 for number in drawn]
 
 
 @cache

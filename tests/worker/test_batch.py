@@ -15,7 +15,7 @@ from worker.sequence import Row, Sequence, Step
 
 def step_of(slices: list[tuple[int, int, int, bool]]) -> Step:
     slots, starts, counts, samples = zip(*slices, strict=True)
-    columns = (np.array(column, np.int32) for column in (slots, starts, counts))
+    columns = (np.array(column, np.int64) for column in (slots, starts, counts))
     return Step(*columns, samples=np.array(samples), left=(), joined=())
 
 
@@ -72,4 +72,4 @@ def test_any_step_equals_the_token_by_token_statement() -> None:
         assert batch.logits_rows.tolist() == [e - 1 for e, s in zip(ends, slices, strict=True) if s[3]]
         for line, (slot, start, count, _) in zip(batch.block_table, slices, strict=True):
             needs = blocks_for(start + count, 4)
-            assert line[:needs].tolist() == live.blocks(slot)[:needs].tolist()
+            assert line[:needs].tolist() == live.held(np.array([slot]))[:needs].tolist()

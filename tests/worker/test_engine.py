@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from engine_fakes import Ledger, WatchfulSampler, drain, engine_over, row, run_all, solo
+from engine_fakes import Ledger, WatchfulSampler, by_hand, drain, engine_over, row, run_all, solo
 from numpy.typing import NDArray
 
 from kernels.rows import Status
@@ -37,6 +37,11 @@ def mixed_rows(count: int, seed: int = 0) -> list[Row]:
 def assert_each_equals_solo(ledger: Ledger, rows: list[Row]) -> None:
     alone = {one.id: solo(one) for one in rows}
     assert {i: (ledger.tokens[i], ledger.endings[i].status) for i in alone} == alone
+
+
+def test_a_row_alone_gives_what_the_statement_by_hand_gives() -> None:
+    rows = mixed_rows(100, seed=2)
+    assert [solo(one) for one in rows] == [by_hand(one) for one in rows]
 
 
 @pytest.mark.parametrize("max_batch", [1, 4, 16])

@@ -70,7 +70,7 @@ class Bench:
     ],
 )
 def test_deal(pending: list[int], share: int, counts: list[int]) -> None:
-    assert deal(np.array(pending, np.int32), share).tolist() == counts
+    assert deal(np.array(pending, np.int64), share).tolist() == counts
 
 
 @pytest.mark.parametrize(
