@@ -180,6 +180,32 @@ for i = 3, #ARGV, 3 do forget(ARGV[2], ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
 """
 )
 
+# ARGV: rq, worker, now (unix), now (RQ's text), then for each lease: queue, id, execution, the job's status,
+#       RQ's registry, seconds to keep, packed reason or '', and RQ's result: kind or '', field, value.
+# Ends the jobs. Only what changed of a hash is written: RQ's own finish writes it whole, prompt and all.
+END = (
+    _LEASE
+    + """
+for i = 5, #ARGV, 10 do
+  local queue, id, execution, status, registry = unpack(ARGV, i, i + 4)
+  local keep, reason, kind, field, value = unpack(ARGV, i + 5, i + 9)
+  redis.call('HSET', job_key(id), 'status', status, 'ended_at', ARGV[4], 'last_heartbeat', ARGV[4])
+  if reason ~= '' then redis.call('HSET', job_key(id), 'exc_info', reason) end
+  redis.call('EXPIRE', job_key(id), keep)
+  if kind ~= '' then
+    local results = rq .. ':results:' .. id
+    redis.call('XADD', results, 'MAXLEN', '~', 10, '*', 'type', kind, 'worker_name', ARGV[2], field, value,
+               'execution_id', execution, 'execution_ended_at', ARGV[3])
+    redis.call('EXPIRE', results, keep)
+  end
+  -- Scored as RQ does: by when an entry may go; in the registry of cancelled jobs by when it came.
+  local score = math.floor(tonumber(ARGV[3])) + (registry == 'canceled' and 0 or keep)
+  redis.call('ZADD', rq .. ':' .. registry .. ':' .. queue, score, id)
+  forget(ARGV[2], queue, id, execution)
+end
+"""
+)
+
 # ARGV: rq, worker, now (RQ's text), then (queue, id, execution) for each lease, in the order they shall run.
 # Returns how many were ours and are back at the front of their queues.
 HAND_BACK = (
@@ -221,5 +247,17 @@ for i = #runs, 1, -1 do
   end
 end
 return back
+"""
+)
+
+# ARGV: rq, worker, then (queue, id, execution, deaths) for each lease. Noted in the jobs that are still ours.
+NOTE_DEATHS = (
+    _LEASE
+    + """
+for i = 3, #ARGV, 4 do
+  if owns(ARGV[2], ARGV[i], ARGV[i + 1], ARGV[i + 2]) then
+    redis.call('HSET', job_key(ARGV[i + 1]), 'livebatch_deaths', ARGV[i + 3])
+  end
+end
 """
 )

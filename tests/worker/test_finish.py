@@ -1,0 +1,285 @@
+"""The end of rows against a real Redis: what is written, that RQ reads it, and that only an owner writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+from rq import Queue
+from rq.job import JobStatus
+from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
+from rq.results import Result as RqResult
+from rq_rows import BATCH, counts, enqueue, fetch, log, request, returned, status
+
+from producer.store import Serializer, Store
+from producer.wire import Choice, Failure, Result, Usage
+from worker.finish import Finisher, ending
+from worker.leases import Claim, Leases
+from worker.rq_classes import Entry
+
+pytestmark = pytest.mark.redis
+
+
+class Bench:
+    """A worker's hands without its loop."""
+
+    def __init__(self, connection: redis.Redis, name: str = "w") -> None:
+        self.connection = connection
+        self.entry = Entry(name, ["q"], connection)
+        self.leases = Leases(connection, name, 10, 1 << 20)
+        self.finisher = Finisher(connection, Store(connection), self.entry)
+
+    def claim(self, count: int) -> list[Claim]:
+        return self.leases.claim(count, [("q", count)])
+
+    def finish(self, claims: list[Claim], text: str = "answer") -> int:
+        return self.finisher.write([ending(claim, completed(claim, text)) for claim in claims])
+
+
+def completed(claim: Claim, text: str = "answer") -> Result:
+    return Result(
+        custom_id="x",
+        job_id=claim.lease.job_id,
+        created=1,
+        endpoint="completions",
+        model="m",
+        choices=(Choice(0, text, "stop"),),
+        usage=Usage(3, 4),
+        seed=1,
+    )
+
+
+def failed(claim: Claim, code: str) -> Result:
+    return Result(
+        custom_id="x", job_id=claim.lease.job_id, created=1, failure=Failure.of(code, "it says why")
+    )
+
+
+@pytest.fixture
+def bench(connection: redis.Redis) -> Bench:
+    return Bench(connection)
+
+
+def test_a_completed_row_is_finished_for_rq_and_for_us(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1), request(2)])
+    claims = bench.claim(2)
+    assert bench.finish(claims, 'ünïcödé "" \u2028 漢') == 2
+    job = fetch(connection, "b-0-1")
+    assert job.get_status() == JobStatus.FINISHED
+    (result,) = job.results()
+    assert result.type == RqResult.Type.SUCCESSFUL
+    assert result.worker_name == "w"
+    assert result.execution_id == claims[0].lease.execution_id
+    assert result.execution_ended_at is not None
+    assert Result.decode(result.return_value) == completed(claims[0], 'ünïcödé "" \u2028 漢')
+    assert "漢".encode() in Serializer.dumps(result.return_value)
+    registry = FinishedJobRegistry("q", connection=connection, serializer=Serializer)
+    assert sorted(registry.get_job_ids()) == ["b-0-1", "b-0-2"]
+    for key in (job.key, "rq:results:b-0-1"):
+        assert 990 < connection.ttl(key) <= 1000
+    assert log(connection) == {"b-0-1": None, "b-0-2": None}
+    assert counts(connection) == {"completed": 2}
+    assert not connection.keys("rq:execution*")
+    assert not connection.exists("rq:wip:q")
+    assert not connection.exists("rq:worker:w:executions")
+    assert connection.hget("rq:worker:w", "successful_job_count") == b"2"
+    assert job.args[0]["prompt"] == "prompt 1", "the payload is still there"
+
+
+def test_a_failed_row_says_why_everywhere(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    (claim,) = bench.claim(1)
+    assert bench.finisher.write([ending(claim, failed(claim, "timeout"))]) == 1
+    job = fetch(connection, "b-0-1")
+    assert job.get_status() == JobStatus.FAILED
+    assert job._exc_info == "timeout: it says why"
+    assert job.retries_left == 10**6
+    result = job.latest_result()
+    assert result is not None and result.exc_string == "timeout: it says why"
+    assert FailedJobRegistry("q", connection=connection, serializer=Serializer).get_job_ids() == ["b-0-1"]
+    assert log(connection) == {"b-0-1": failed(claim, "timeout")}
+    assert counts(connection) == {"failed": 1}
+
+
+def test_a_cancelled_row_is_cancelled_for_rq_too(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    (claim,) = bench.claim(1)
+    bench.finisher.write([ending(claim, failed(claim, "batch_cancelled"))])
+    assert fetch(connection, "b-0-1").get_status() == JobStatus.CANCELED
+    assert CanceledJobRegistry("q", connection=connection, serializer=Serializer).get_job_ids() == ["b-0-1"]
+    assert counts(connection) == {"cancelled": 1}
+    assert 990 < connection.ttl("rq:job:b-0-1") <= 1000
+
+
+def cancel(connection: redis.Redis) -> None:
+    fetch(connection, "b-0-2").cancel()
+
+
+def delete(connection: redis.Redis) -> None:
+    fetch(connection, "b-0-2").delete()
+
+
+def requeue_by_cleanup(connection: redis.Redis) -> None:
+    """The lease runs out and RQ's own cleanup, run by anybody (`rq info`), puts the job back."""
+    members = connection.zrange("rq:wip:q", 0, -1)
+    connection.zadd("rq:wip:q", {member: 1 for member in members if member.startswith(b"b-0-2:")})
+    Queue("q", connection=connection, serializer=Serializer).started_job_registry.cleanup()
+
+
+def taken_by_another(connection: redis.Redis) -> None:
+    requeue_by_cleanup(connection)
+    (claim,) = Bench(connection, "other").claim(1)
+    assert claim.lease.job_id == "b-0-2"
+
+
+Deed = Callable[[redis.Redis], None]
+DEEDS = {
+    cancel: "canceled",
+    delete: None,
+    requeue_by_cleanup: "queued",
+    taken_by_another: "started",
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("when", ["before", "inside the WATCH window"])
+def test_only_an_owner_writes(
+    bench: Bench, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, deed: Deed, when: str
+) -> None:
+    enqueue(connection, [request(number) for number in (1, 2, 3)])
+    claims = bench.claim(3)
+    if when == "before":
+        deed(connection)
+    else:
+        multi = redis.client.Pipeline.multi
+
+        def hooked(self: redis.client.Pipeline) -> None:
+            monkeypatch.setattr(redis.client.Pipeline, "multi", multi)
+            deed(connection)
+            multi(self)
+
+        monkeypatch.setattr(redis.client.Pipeline, "multi", hooked)
+    assert bench.finish(claims) == 2
+    assert status(connection, "b-0-2") == DEEDS[deed]
+    assert not connection.exists("rq:results:b-0-2")
+    assert log(connection) == {"b-0-1": None, "b-0-3": None}
+    assert status(connection, "b-0-1") == status(connection, "b-0-3") == "finished"
+    assert connection.scard("rq:worker:w:executions") == 0
+    assert len(Queue("q", connection=connection)) == (DEEDS[deed] == "queued")
+
+
+def test_a_thawed_worker_and_the_one_that_took_over_write_one_result(connection: redis.Redis) -> None:
+    enqueue(connection, [request(2)])
+    frozen, other = Bench(connection, "frozen"), Bench(connection, "other")
+    old = frozen.claim(1)
+    requeue_by_cleanup(connection)
+    new = other.claim(1)
+    assert frozen.finish(old, "frozen") == 0
+    assert other.finish(new, "other") == 1
+    assert frozen.finish(old, "frozen") == 0
+    (value,) = returned(connection, "b-0-2")
+    assert value["choices"][0]["text"] == "other"
+
+
+def test_a_lease_renewed_behind_rqs_back_gives_no_second_result(connection: redis.Redis) -> None:
+    """RQ requeues the job while its owner renews: both runs then have a lease. One may write."""
+    (job,) = enqueue(connection, [request(2)])
+    first, second = Bench(connection, "first"), Bench(connection, "second")
+    old = first.claim(1)
+    with connection.pipeline() as pipe:
+        fetch(connection, job.id).retry(Queue("q", connection=connection, serializer=Serializer), pipe)
+        pipe.execute()
+    connection.delete("rq:executions:b-0-2")  # and the trace of the first run is gone
+    new = second.claim(1)
+    assert connection.zcard("rq:wip:q") == 2
+    assert first.finish(old) == 0
+    assert second.finish(new) == 1
+    assert len(returned(connection, "b-0-2")) == 1
+
+
+def test_writing_again_after_an_unclear_answer_is_harmless(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    claims = bench.claim(1)
+    assert bench.finish(claims) == 1
+    assert bench.finish(claims) == 0
+    assert len(returned(connection, "b-0-1")) == 1
+    assert counts(connection) == {"completed": 1}
+
+
+@pytest.mark.parametrize("code", [None, "timeout"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_jobs_that_wait_for_a_row_are_released_once(
+    bench: Bench, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, code: str | None, inside: bool
+) -> None:
+    line = Queue("other", connection=connection, serializer=Serializer)
+    enqueue(connection, [request(1), request(2)])
+    claims = bench.claim(2)
+
+    def depend() -> None:
+        line.enqueue("some.function", depends_on=fetch(connection, "b-0-1"), job_id="child")
+
+    if inside:
+        multi = redis.client.Pipeline.multi
+
+        def hooked(self: redis.client.Pipeline) -> None:
+            monkeypatch.setattr(redis.client.Pipeline, "multi", multi)
+            depend()
+            multi(self)
+
+        monkeypatch.setattr(redis.client.Pipeline, "multi", hooked)
+    else:
+        depend()
+    results = [failed(claim, code) if code else completed(claim) for claim in claims]
+    ends = [ending(claim, result) for claim, result in zip(claims, results, strict=True)]
+    assert bench.finisher.write(ends) == 2
+    assert line.job_ids == ([] if code else ["child"])
+    assert len(log(connection)) == 2
+
+
+def test_a_foreign_job_fails_without_a_batch(bench: Bench, connection: redis.Redis) -> None:
+    line = Queue("q", connection=connection, serializer=Serializer)
+    line.enqueue("os.system", "true", job_id="stranger")
+    line.enqueue("os.system", "true", job_id="b-0-99")
+    enqueue(connection, [request(1)])
+    ends = [ending(claim, failed(claim, "invalid_request")) for claim in bench.claim(3)]
+    assert bench.finisher.write(ends) == 3
+    assert status(connection, "stranger") == "failed"
+    assert list(log(connection)) == ["b-0-1"], "the batch never had a row 99"
+
+
+def test_a_result_that_is_no_json_becomes_an_internal_error(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    (claim,) = bench.claim(1)
+    end = ending(claim, completed(claim, "lone surrogate \ud800"))
+    assert end.result.failure is not None and end.result.failure.code == "internal_error"
+    bench.finisher.write([end])
+    assert counts(connection) == {"failed": 1}
+
+
+@pytest.mark.parametrize("ttl", [b"", b"0", b"-1", b"junk", b"99999999999999"])
+def test_an_odd_ttl_is_our_own_default(bench: Bench, connection: redis.Redis, ttl: bytes) -> None:
+    (job,) = enqueue(connection, [request(1)])
+    connection.hset(job.key, "result_ttl", ttl)
+    (claim,) = bench.claim(1)
+    assert ending(claim, completed(claim)).keep_seconds == 7 * 86400
+
+
+def test_the_batch_and_the_token_counts_add_up(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number) for number in range(5)])
+    enqueue(connection, [request(number, "c") for number in range(3)])
+    bench.finish(bench.claim(8))
+    assert counts(connection, BATCH) == {"completed": 5}
+    assert counts(connection, "c") == {"completed": 3}
+    assert connection.hget("livebatch:batch:b:counts", "completion_tokens") == b"20"
+    assert connection.hget("livebatch:batch:b:counts", "prompt_tokens") == b"15"
+
+
+def test_the_golden_form_of_a_return_value(bench: Bench, connection: redis.Redis, tmp_path: Path) -> None:
+    enqueue(connection, [request(1)])
+    bench.finish(bench.claim(1))
+    assert json.loads(json.dumps(returned(connection, "b-0-1")[0]))["choices"] == [
+        {"index": 0, "text": "answer", "finish_reason": "stop"}
+    ]

@@ -1,0 +1,231 @@
+"""The `worker` command: parse, check, run, exit code. The composition root of the parent process.
+
+Owns flags, wording and exit codes. Everything heavy is imported by the command that uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from producer.errors import LivebatchError, StoreError, UsageError
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+    from worker.settings import Settings
+
+
+class Exit(IntEnum):
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    REDIS = 3  # not reachable, or set up so that work would be lost
+
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: rich takes as long to import as everything else together
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+MODEL_HELP = "A model folder (see `worker build`), or dummy: no model, rows come back as they are."
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="DIR|dummy", envvar="LIVEBATCH_MODEL", help=MODEL_HELP)
+]
+RedisOption = Annotated[
+    str, typer.Option("--redis", metavar="URL", envvar="REDIS_URL", help="Where the queues are.")
+]
+DeviceOption = Annotated[str, typer.Option(envvar="LIVEBATCH_DEVICE", help="cpu or cuda.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(envvar="LIVEBATCH_THREADS", help="Of the model on CPU. Default: all cores.")
+]
+DEFAULT_URL = "redis://127.0.0.1:6379"
+
+
+@app.callback()
+def about() -> None:
+    """Run rows of prompts from Redis queues through a model, many at a time.
+
+    \b
+    worker build model.gguf --out models/mine       a model folder from a GGUF file
+    worker check --model models/mine                is everything as it should be?
+    worker run --model models/mine                  work until SIGTERM
+
+    \b
+    Exit codes: 0 ended as asked, 1 the engine failed, 2 usage, 3 Redis cannot be reached.
+    """
+
+
+@app.command()
+def run(  # noqa: PLR0917 - Typer passes by name
+    model: ModelOption,
+    queue: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=WEIGHT]",
+            envvar="LIVEBATCH_QUEUE",
+            help="Queue to serve; again for more. Each gets its weight's share.  [default: livebatch]",
+        ),
+    ] = None,
+    redis: RedisOption = DEFAULT_URL,
+    device: DeviceOption = "cpu",
+    max_batch: Annotated[
+        int, typer.Option(envvar="LIVEBATCH_MAX_BATCH", help="Most rows in the live batch.")
+    ] = 32,
+    threads: ThreadsOption = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", envvar="LIVEBATCH_KV_MEMORY", help="For keys and values, such as 512M or 2G."
+        ),
+    ] = None,
+    burst: Annotated[bool, typer.Option("--burst", help="End when the queues are empty.")] = False,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", envvar="LIVEBATCH_GRACE", help="On SIGTERM, for rows to end.")
+    ] = 30.0,
+    sampling_defaults: Annotated[
+        str,
+        typer.Option(
+            metavar="openai|model",
+            envvar="LIVEBATCH_SAMPLING_DEFAULTS",
+            help="Whose values rows get where they give none.",
+        ),
+    ] = "openai",
+    max_tokens_default: Annotated[
+        int | None,
+        typer.Option(
+            envvar="LIVEBATCH_MAX_TOKENS_DEFAULT",
+            help="Most output of a row that names no max_tokens. Default: what its context leaves.",
+        ),
+    ] = None,
+) -> None:
+    """Work until SIGTERM or Ctrl-C: rows then get their grace, the rest goes back to the front of its queue.
+
+    A second signal hands everything back at once.
+
+    \b
+    worker run --model models/smollm2-135m-fp32
+    worker run --model models/mine --queue urgent=4 --queue bulk --max-batch 64
+    worker run --model dummy --burst                 try a pipeline without a model
+    """
+    from worker import settings
+
+    with one_line_errors():
+        start(
+            settings.read(
+                model=model,
+                redis_url=redis,
+                queues=queue or (),
+                device=device,
+                max_batch=max_batch,
+                threads=threads,
+                kv_memory=kv_memory,
+                burst=burst,
+                grace=grace,
+                sampling_defaults=sampling_defaults,
+                max_tokens_default=max_tokens_default,
+            )
+        )
+
+
+@app.command()
+def build(
+    source: Annotated[Path, typer.Argument(help="A GGUF file of the llama family.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The model folder to write.")],
+    precision: Annotated[
+        Literal["fp32", "q8"], typer.Option(help="q8: a quarter of the size, weights of 8 bits.")
+    ] = "fp32",
+) -> None:
+    """Make a model folder.
+
+    \b
+    worker build SmolLM2-135M-Instruct.gguf --out models/smollm2
+    """
+    from worker.build import build_model
+
+    with one_line_errors():
+        build_model(source, out, precision)
+        print(f"{out} is ready: worker run --model {out}")
+
+
+@app.command()
+def check(
+    model: ModelOption,
+    redis: RedisOption = DEFAULT_URL,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+) -> None:
+    """Look at everything a worker needs, and run one prompt. Exit code 0 when rows could be worked on.
+
+    \b
+    worker check --model models/mine --redis redis://queue:6379
+    """
+    from worker import doctor, settings
+
+    with one_line_errors():
+        found = doctor.examine(
+            settings.read(model=model, redis_url=redis, device=device, threads=threads, max_batch=1)
+        )
+        for finding in found:
+            print(finding.line, flush=True)
+            if finding.is_fatal:
+                raise SystemExit(Exit.REDIS if finding.subject == doctor.REDIS else Exit.FAILED)
+
+
+def start(settings: Settings) -> None:
+    """Check Redis and the model folder, then work. Raises LivebatchError."""
+    from producer.connection import explained
+    from worker import logs
+    from worker.compose import build_preparer, connector
+    from worker.engine_process import EngineProcess
+    from worker.service import Service
+
+    logs.set_up()
+    connect = connector(settings.redis_url)
+    with explained(settings.redis_url):
+        warn_of(connect(5.0))
+    preparer = build_preparer(settings)
+    with explained(settings.redis_url):
+        service = Service(settings, preparer, connect, lambda post: EngineProcess(settings.engine, post))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: service.stop(signal.Signals(number).name))
+        service.run()
+
+
+def warn_of(connection: Redis) -> None:
+    """Refuse a Redis that loses rows, warn of one that might. Raises StoreError."""
+    from producer.connection import check_server
+
+    for warning in check_server(connection):
+        logging.getLogger("worker").warning("%s", warning)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Every error we raise on purpose becomes one line on stderr and an exit code."""
+    try:
+        yield
+    except LivebatchError as error:
+        print(f"worker: {error}", file=sys.stderr)
+        code = {UsageError: Exit.USAGE, StoreError: Exit.REDIS}.get(type(error), Exit.FAILED)
+        raise SystemExit(code) from None
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The worker's side of Redis: claims in, endings out, leases kept alive. All calls raise when Redis is away.
+
+Owns what waits to be written, and the connection. Must not know the engine or text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rq.defaults import RQ_KEY_PREFIX
+from rq.worker.base import WorkerStatus
+
+from producer.errors import WireError
+from producer.store import Store
+from producer.wire import parse_job_id
+from worker import scripts
+from worker.claims import MAX_BYTES
+from worker.finish import MAX_ROWS, Ending, Finisher
+from worker.leases import Claim, Lease, Leases, names
+from worker.rq_classes import Entry
+from worker.settings import Settings
+from worker.shares import Shares
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+log = logging.getLogger(__name__)
+
+Connect = Callable[[float], "Redis"]  # a connection whose answers may take so many seconds
+
+ANSWER_SECONDS = 5.0
+REPORT_TTL_SECONDS = 10
+SUSPENDED = f"{RQ_KEY_PREFIX}:suspended"
+
+
+class Desk:
+    """``endings`` is what the loop puts there and ``flush`` writes; it outlives any outage."""
+
+    def __init__(self, settings: Settings, connect: Connect) -> None:
+        self._settings = settings
+        self._connection = connect(ANSWER_SECONDS)
+        self._store = Store(self._connection)
+        self._entry = Entry(settings.name, [queue.name for queue in settings.queues], self._connection)
+        self._leases = Leases(self._connection, settings.name, settings.lease_seconds, MAX_BYTES)
+        self._finisher = Finisher(self._connection, self._store, self._entry)
+        self._shares = Shares(settings.queues)
+        self.endings: list[Ending] = []
+        self.deaths: dict[Lease, int] = {}  # engine deaths to note in the jobs
+
+    def open(self) -> None:
+        """Appear among RQ's workers."""
+        self._entry.register_birth()  # type: ignore[no-untyped-call]
+
+    def close(self, held: Sequence[Lease]) -> int:
+        """Write what waits, give back the rows in hand, leave RQ's workers. Returns the rows given back."""
+        self.flush()
+        self._note_deaths()
+        returned = self._leases.hand_back(held)
+        self._entry.register_death()  # type: ignore[no-untyped-call]
+        self._store.forget_worker(self._settings.name)
+        return returned
+
+    def claim(self, room: int) -> tuple[list[Claim], set[str]]:
+        """(up to ``room`` jobs, those of their batches that are cancelled)."""
+        claims = self._leases.claim(room, self._shares.split(room))
+        self._shares.took(Counter(claim.lease.queue for claim in claims))
+        batches = {batch for claim in claims if (batch := batch_of(claim.lease))}
+        return claims, self.cancelled(batches)
+
+    def cancelled(self, batches: Iterable[str]) -> set[str]:
+        """Those of the batches whose rows must not run."""
+        known = set(batches)
+        return self._store.is_cancelled(known) if known else set()
+
+    def flush(self) -> None:
+        """Write all endings. What is written is forgotten here; on an error the rest stays."""
+        while self.endings:
+            chunk = self.endings[:MAX_ROWS]
+            written = self._finisher.write(chunk)
+            del self.endings[: len(chunk)]
+            if written < len(chunk):
+                log.warning("%d results dropped: others had ended or taken their rows", len(chunk) - written)
+
+    def renew(self, held: Sequence[Lease]) -> list[Lease]:
+        """Prolong the leases of rows in hand and of unwritten endings. Returns the lost ones."""
+        self._note_deaths()
+        return self._leases.renew([*held, *(end.lease for end in self.endings)])
+
+    def report(self, state: WorkerStatus, fields: Mapping[str, str]) -> bool:
+        """Say how we are, to RQ and to `producer status`. Returns whether `rq suspend` is in force."""
+        with self._connection.pipeline(transaction=False) as pipe:
+            pipe.exists(SUSPENDED)
+            self._entry.beat(pipe, state)
+            self._store.report_worker(pipe, self._settings.name, fields, REPORT_TTL_SECONDS)
+            return bool(pipe.execute()[0])
+
+    def _note_deaths(self) -> None:
+        """Into the jobs, for the worker that gets them if we die too."""
+        if not self.deaths:
+            return
+        given = [part for lease, count in self.deaths.items() for part in (*names([lease]), str(count))]
+        self._connection.eval(scripts.NOTE_DEATHS, 0, RQ_KEY_PREFIX, self._settings.name, *given)
+        self.deaths.clear()
+
+
+def batch_of(lease: Lease) -> str | None:
+    """The batch of a row, by its name; None for a job that is none of ours."""
+    try:
+        return parse_job_id(lease.job_id)[0]
+    except WireError:
+        return None

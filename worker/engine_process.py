@@ -1,0 +1,165 @@
+"""The engine in a process of its own: rows in, outputs out, over a private pipe.
+
+Owns the process's life: built, restarted, and dead at once when its parent is. Must not know Redis or text.
+The parent never waits for the engine nor the engine for the parent: a thread each fills and drains the pipe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from producer.errors import LivebatchError
+from worker.compose import build_engine
+from worker.events import Died, Outputs, Post, Ready
+from worker.sequence import Row
+from worker.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from worker.engine import Engine
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+STOP_SECONDS = 5.0
+LOAD_SECONDS = 1.0  # a step that ends no row is reported at least this often
+Orders = tuple[Sequence[Row], Sequence[int]]  # rows to add, ids to cancel
+
+
+class EngineProcess:
+    """The parent's handle. Events (Ready, Outputs, Died) go to ``post``, from a thread, in order.
+
+    Start it from a thread that lives as long as the engine shall: Linux ends the child with that thread.
+    """
+
+    def __init__(self, settings: EngineSettings, post: Post) -> None:
+        self._settings = settings
+        self._post = post
+        self._outbox: SimpleQueue[Orders | None] = SimpleQueue()
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Spawn the engine. Ready or Died follows."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=main, args=(self._settings, theirs, os.getpid()), name="livebatch-engine", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._outbox = SimpleQueue()
+        for work, args in (
+            (self._drain, (self._pipe, self._process, self._outbox)),
+            (_fill, (self._pipe, self._outbox)),
+        ):
+            threading.Thread(target=work, args=args, daemon=True, name=f"engine-{work.__name__}").start()
+
+    def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None:
+        """Add rows to the engine's queue and end others. Returns at once."""
+        if rows or cancels:
+            self._outbox.put((rows, cancels))
+
+    def stop(self) -> None:
+        """End the engine; no event follows. It leaves as soon as it sees the pipe closed, or is killed."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._outbox.put(None)
+        if self._pipe is not None:
+            _hang_up(self._pipe)
+        process.join(STOP_SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+    def _drain(self, pipe: Connection, process: SpawnProcess, outbox: SimpleQueue[Orders | None]) -> None:
+        error: str | None = None
+        try:
+            while True:
+                message = pipe.recv()
+                if isinstance(message, str):
+                    error = message
+                else:
+                    self._post(message)
+        except (EOFError, OSError):
+            pass
+        outbox.put(None)
+        process.join()
+        if self._process is process:
+            self._post(Died(_describe(process.exitcode), error))
+
+
+def _fill(pipe: Connection, outbox: SimpleQueue[Orders | None]) -> None:
+    try:
+        while (orders := outbox.get()) is not None:
+            pipe.send(orders)
+    except OSError:
+        pass  # the engine is dead: the other thread says so
+
+
+def _hang_up(pipe: Connection) -> None:
+    """Close a pipe that another thread reads: shut it down first, which wakes the reader."""
+    import socket
+
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _describe(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    return f"exit code {exit_code}"
+
+
+def main(settings: EngineSettings, pipe: Connection, parent: int) -> None:
+    """The engine's process: build, say ready or why not, then run until the parent hangs up."""
+    _die_with(parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # these reach the whole group; the parent decides
+    begun = time.monotonic()
+    try:
+        engine = build_engine(settings)
+        pipe.send(Ready(time.monotonic() - begun))
+        serve(engine, pipe)
+    except LivebatchError as error:
+        pipe.send(str(error))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the parent is gone, and with it whoever wanted the rows
+
+
+def serve(engine: Engine, pipe: Connection) -> None:
+    """Orders in, step, outputs out. Blocks only when there is nothing to do. Raises EOFError at the end."""
+    reported = 0.0
+    while True:
+        while pipe.poll(None if not engine.has_work else 0):
+            rows, cancels = pipe.recv()
+            for row in rows:
+                engine.add(row)
+            for row_id in cancels:
+                engine.cancel(row_id)
+        outputs = engine.step()
+        if outputs or time.monotonic() - reported > LOAD_SECONDS:
+            reported = time.monotonic()
+            pipe.send(Outputs(outputs, engine.load))
+
+
+def _die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent dies, however that comes."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
