@@ -47,7 +47,7 @@ class Record:
         try:
             fields = json.loads(text)
             return cls(**{**fields, "files": tuple(SourceFile(**file) for file in fields["files"])})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise StoreError(f"a batch record in Redis is damaged or of another version: {error}") from error
 
 

@@ -99,7 +99,7 @@ def _decode(store: Store, entry: LogEntry, stream: Any) -> Result:
             entry.job_id, as_text(stream_id), payload, connection=store.connection, serializer=Serializer
         )
         return Result.decode(job_result.return_value)
-    except (WireError, ValueError, KeyError) as error:
+    except (WireError, ValueError, KeyError, RecursionError) as error:
         failure = Failure.of("internal_error", f"the row's result in Redis cannot be read: {error}")
         return Result(custom_id=entry.job_id, job_id=entry.job_id, created=int(time.time()), failure=failure)
 

@@ -55,7 +55,7 @@ class ResultFile:
     def __init__(self, path: Path, batch_id: str, style: Style, errors: Path | None = None) -> None:
         self._path = path
         self._style = style
-        self._cursor_path = path.with_name(path.name + ".cursor")
+        self._cursor_path = Path(f"{path}.cursor")
         self._stack = ExitStack()
         wanted = Checkpoint(batch_id, style.ordered, style.flat, str(errors) if errors else None)
         try:
@@ -138,7 +138,7 @@ class ResultFile:
             ) from error
 
     def _save(self) -> None:
-        draft = self._cursor_path.with_name(self._cursor_path.name + ".new")
+        draft = Path(f"{self._cursor_path}.new")
         with draft.open("w") as stream:
             json.dump(asdict(self._checkpoint), stream)
             stream.flush()

@@ -75,11 +75,14 @@ return redis.call('HGET', KEYS[1], 'state')
 _JOB = """
 -- Where a row's RQ job is: RQ's status, "gone", or "abandoned" (started, but nobody holds a lease on it).
 -- ARGV[1..2]: RQ's key prefixes of jobs and of executions.
+-- RQ notes a run of a job until a minute after its lease ends.
 local now = redis.call('TIME')[1]
 local function whereabouts(id)
   local status = redis.call('HGET', ARGV[1] .. id, 'status')
   if not status then return 'gone' end
-  if status == 'started' and redis.call('ZCOUNT', ARGV[2] .. id, now, '+inf') == 0 then return 'abandoned' end
+  if status == 'started' and redis.call('ZCOUNT', ARGV[2] .. id, now + 60, '+inf') == 0 then
+    return 'abandoned'
+  end
   return status
 end
 """
