@@ -1,4 +1,4 @@
-"""Every exception this product raises on purpose. Command lines turn each into one clear line and an exit code."""
+"""Every exception raised on purpose. The command lines turn each into one clear line and an exit code."""
 
 from __future__ import annotations
 
