@@ -1,4 +1,4 @@
-"""The master test, on the real model: batched equals isolated, bit for bit, at any live batch, in any order."""
+"""The master test, on the real model: batched equals isolated, bit for bit, any live batch, any order."""
 
 from __future__ import annotations
 
