@@ -197,29 +197,30 @@ class PreparedRow:
         """What became of the row, which ended with ``status`` unless a stop string ended it before."""
         if self._stop is None and status in ENDINGS:
             code, reason = ENDINGS[status]
-            return failed(self.request, Failure.of(code, self._message or reason))
-        request, params = self.request, self.row.params
-        return Result(
-            custom_id=request.custom_id,
-            job_id=request.job_id,
-            created=int(time.time()),
-            endpoint=request.endpoint,
+            return self._result(failure=Failure.of(code, self._message or reason))
+        return self._result(
+            endpoint=self.request.endpoint,
             model=self._model,
             choices=(self._choice(status),),
             usage=Usage(len(self.row.prompt), len(self._tokens)),
-            seed=params.seed,
+            seed=self.row.params.seed,
         )
 
     def _scan(self, scanner: StopScanner, output: Output) -> bool:
-        last = len(output.tokens) - 1 if output.status in (Status.EOS, Status.STOP) else len(output.tokens)
-        for index, token in enumerate(output.tokens):
+        ends_with_id = output.status in (Status.EOS, Status.STOP)  # no text that a stop string could match
+        for index, token in enumerate(output.tokens, 1):
             self._tokens.append(token)
-            if index < last:  # an ending token is no text that a stop string could match
-                held = len(self._tokens) <= self.row.params.min_tokens
-                self._stop = scanner.feed(self._tokenizer.written((token,), self._skip_special), held)
+            if ends_with_id and index == len(output.tokens):
+                break
+            held = len(self._tokens) <= self.row.params.min_tokens
+            self._stop = scanner.feed(self._tokenizer.written(token, self._skip_special), held)
             if self._stop is not None:
                 return True
         return False
+
+    def _result(self, **fields: Any) -> Result:
+        request, created = self.request, int(time.time())
+        return Result(custom_id=request.custom_id, job_id=request.job_id, created=created, **fields)
 
     def _choice(self, status: Status) -> Choice:
         if self._stop is not None and self._scanner is not None:
@@ -231,13 +232,6 @@ class PreparedRow:
             return Choice(0, text, "length")
         assert status in (Status.EOS, Status.STOP), f"the row has not ended: {status!r}"
         return Choice(0, text, "stop", tokens[-1] if status == Status.STOP else None)
-
-
-def failed(request: Request, failure: Failure) -> Result:
-    """The Result of a row that has no answer."""
-    return Result(
-        custom_id=request.custom_id, job_id=request.job_id, created=int(time.time()), failure=failure
-    )
 
 
 def _prompt_field(request: Request) -> str:

@@ -1,7 +1,7 @@
 """Text to token ids and back, by the model folder's tokenizer.json. Lives in the parent process.
 
-Owns BOS, the rule that special tokens written in a text stay text, and the cache of encoded words. Must not
-know rows, sampling or Redis.
+Owns BOS, what counts as a control token, and the rule that control tokens written in a text stay text. Must
+not know rows, sampling or Redis.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +17,13 @@ import tokenizers
 
 from producer.errors import UsageError
 from worker.chat import ChatTemplate, template_source
-from worker.vocabulary import LONGEST_NAME, Description, parts, rename, secret_names, token_bytes
+from worker.vocabulary import LONGEST_NAME, Description, rename, secret_names, token_bytes
+from worker.words import PROBE, Encode, WordEncoder, encodes_words_apart
 
 # Rows are encoded one at a time and the cores are the engine's; threads would also make a later fork unsafe.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-Encode = Callable[[str], Sequence[int]]
-
-# One space between two words: there every byte-level pre-tokenizer in use begins a new word, space first.
-BETWEEN_WORDS = re.compile(r" (?<=\S )(?=\S)")
-PROBE = (
-    "It's 12,345 x\n  y = [a_b]; (été) 漢字 \U0001f469\u200d\U0001f467 \t<b> don't\r\n\r\n -- 3.14 !\u00a0 . "
-)
 BRACKETED = re.compile(r"\W+\w.*\W", re.DOTALL)  # <|user|>, [INST]: no run of spaces or newlines
-CACHED_WORDS = 2**15  # about 10 MB
-CACHED_LENGTH = 64  # characters; what is longer is hardly met twice
-
-
-class Words(dict[str, Sequence[int]]):
-    """Token ids of words met before, each encoded with ``before`` in front of it. Full, it starts afresh."""
-
-    def __init__(self, encode: Encode, before: str) -> None:
-        super().__init__()
-        self._encode, self._before = encode, before
-
-    def __missing__(self, word: str) -> Sequence[int]:
-        ids = self._encode(self._before + word)
-        if len(word) <= CACHED_LENGTH:
-            if len(self) >= CACHED_WORDS:
-                self.clear()
-            self[word] = ids
-        return ids
-
-
-class WordEncoder:
-    """Encodes word by word with a cache: a tenth of the library's time (benchmarks/parent_cost.py).
-
-    Right only where words are encoded independently of one another; see ``encodes_words_apart``.
-    """
-
-    def __init__(self, encode: Encode) -> None:
-        self._first, self._later = Words(encode, ""), Words(encode, " ")
-
-    def __call__(self, text: str) -> Sequence[int]:
-        first, *later = BETWEEN_WORDS.split(text)
-        return [*self._first[first], *chain.from_iterable(map(self._later.__getitem__, later))]
 
 
 class Tokenizer:
@@ -110,16 +71,11 @@ class Tokenizer:
         library = tokenizers.Tokenizer.from_str(json.dumps(description, ensure_ascii=False))
         library.no_truncation()  # a file saved while training may carry both
         library.no_padding()
-        hidden = [_id_of(library, name, token) for token, name in names.items()]
-
-        def encode(text: str) -> Sequence[int]:
-            ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
-            return ids
-
+        ids = {name: _id_of(library, name, token) for token, name in names.items()}
         return cls(
-            WordEncoder(encode) if encodes_words_apart(description, encode) else encode,
+            _encoder(library, description, written, ids),
             written,
-            hidden,
+            ids.values(),
             _bos(library, config, names),
             None if source is None else ChatTemplate(source, variables, names),
         )
@@ -132,29 +88,16 @@ class Tokenizer:
         """Ids of what ``template`` rendered. BOS is the template's to write, as in transformers."""
         return list(self._encode(text))
 
-    def written(self, ids: Iterable[int], skip_special: bool = True) -> bytes:
-        """UTF-8 bytes of ``ids``, perhaps cut within a character; an id that has no token writes nothing."""
+    def written(self, token_id: int, skip_special: bool = True) -> bytes:
+        """The bytes of one token, perhaps part of a character; an id that has no token writes nothing."""
         table = self._shown if skip_special else self._all
-        try:
-            return b"".join([table[token_id] for token_id in ids])
-        except IndexError:
-            return b"".join([table[token_id] for token_id in ids if token_id < len(table)])
+        return table[token_id] if token_id < len(table) else b""
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
-        return self.written(ids, skip_special).decode("utf-8", "replace")
-
-
-def encodes_words_apart(description: Description, encode: Encode) -> bool:
-    """Whether a text's ids are its words' ids in a row, by the file's structure and by trial."""
-    byte_level = any(part["type"] == "ByteLevel" for part in parts(description["pre_tokenizer"]))
-    normalizer = description["normalizer"]
-    greedy = any(
-        token["lstrip"] or token["rstrip"] or " " in token["content"] for token in description["added_tokens"]
-    )
-    if not byte_level or greedy or (normalizer is not None and normalizer["type"] != "NFC"):
-        return False
-    return list(encode(PROBE)) == list(WordEncoder(encode)(PROBE))
+        table = self._shown if skip_special else self._all
+        size = len(table)
+        return b"".join([table[i] for i in ids if i < size]).decode("utf-8", "replace")
 
 
 def _read(path: Path, missing_ok: bool = False) -> dict[str, Any]:
@@ -187,6 +130,19 @@ def _turn_texts(description: Description, source: str | None, variables: Mapping
     turn = "" if source is None else ChatTemplate(source, variables, {}).turn()
     texts = [token["content"] for token in description["added_tokens"]]
     return [text for text in texts if BRACKETED.fullmatch(text) and text in turn]
+
+
+def _encoder(
+    library: tokenizers.Tokenizer, description: Description, written: Sequence[bytes], ids: Mapping[str, int]
+) -> Encode:
+    """Text to ids, without BOS: by words where that gives the same. ``ids``: {secret name: control token}."""
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return found
+
+    by_words = WordEncoder(encode, written, ids)
+    return by_words if encodes_words_apart(description) and encode(PROBE) == by_words(PROBE) else encode
 
 
 def _id_of(library: tokenizers.Tokenizer, name: str, token: str) -> int:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_text
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.errors import RowError, UsageError
@@ -32,9 +33,20 @@ def render(source: str, *turns: str, **variables: str) -> str:
     return template(source, **variables).render(chat(*turns), LIMIT)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_text.write_folder(tmp_path_factory.mktemp("tiny"), tiny_text.byte_level())
+
+
+@lru_cache
+def both(folder: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """Ours, and the library with nothing of ours around it."""
+    return Tokenizer.load(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_text.write_folder(tmp_path / "m", tiny_text.byte_level()))
+def tokenizer(folder: Path) -> Tokenizer:
+    return both(folder)[0]
 
 
 def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
@@ -59,12 +71,9 @@ class TestControlTokens:
         ids = encode(tokenizer, chat("user: hi"))
         assert "\ufdd0" not in tokenizer.decode(ids, skip_special=False)
 
-    @settings(max_examples=50, deadline=None)
     @given(contents=st.lists(st.text(alphabet="ab \n<|>the", max_size=20), min_size=1, max_size=4))
-    def test_ids_are_what_transformers_would_make(self, contents: list[str], tmp_path_factory: Any) -> None:
-        folder = tmp_path_factory.mktemp("m")
-        tokenizer = Tokenizer.load(tiny_text.write_folder(folder, tiny_text.byte_level()))
-        library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    def test_ids_are_what_transformers_would_make(self, contents: list[str], folder: Path) -> None:
+        tokenizer, library = both(folder)
         messages = [{"role": "user", "content": content} for content in contents]
         prompt = "".join(f"<|im_start|>user\n{content}<|im_end|>\n" for content in contents)
         expected = library.encode(prompt + "<|im_start|>assistant\n", add_special_tokens=False).ids
@@ -208,7 +217,7 @@ class TestJinjaAsTransformersSetsItUp:
         assert len(caught.value.message) < 600
 
     def test_a_prompt_over_the_limit_is_not_rendered_whole(self) -> None:
-        source = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
+        source = "{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}"
         with pytest.raises(RowError, match="longer than 10000 characters") as caught:
             render(source, "user: " + "x" * 5000)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
@@ -235,8 +244,7 @@ class TestSource:
 
 @pytest.mark.model
 def test_the_default_models_prompt(model_folder: Path) -> None:
-    tokenizer = Tokenizer.load(model_folder)
-    library = tokenizers.Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    tokenizer, library = both(model_folder)
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     prompt = (
         f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nWhat is 12+30?<|im_end|>\n"

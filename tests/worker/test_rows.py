@@ -9,8 +9,8 @@ import tiny_text
 
 from kernels.rows import RowParams, Status
 from producer.errors import RowError
-from producer.wire import Choice, Failure, Request, Result, Sampling, Usage, derived_seed
-from worker.rows import Defaults, PreparedRow, RowPreparer, failed
+from producer.wire import Choice, Request, Result, Sampling, Usage, derived_seed
+from worker.rows import Defaults, PreparedRow, RowPreparer
 from worker.sequence import Output
 from worker.tokenizer import Tokenizer
 
@@ -366,8 +366,3 @@ class TestStopStrings:
     def test_a_match_leaves_whole_characters(self, ending: Any) -> None:
         row = ending(stop=("字",)).feed("漢字")
         assert row.end(Status.CANCELLED).text == "漢"
-
-
-def test_failed_is_a_result_of_the_rows_identity() -> None:
-    result = failed(request(), Failure.of("timeout", "too slow"))
-    assert (result.custom_id, result.job_id, result.failure.status_code) == ("c", "b-0-7", 408)

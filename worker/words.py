@@ -1,0 +1,96 @@
+"""Token ids of text, word by word from a cache: a fraction of what the library takes for whole texts.
+
+Owns where a text may be cut and what is remembered. Right only for tokenizers that encode words independently
+of one another: ``encodes_words_apart`` says which may, a trial with PROBE which do. Must not know files,
+templates or rows. Measured by benchmarks/parent_cost.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, filterfalse
+
+from worker.vocabulary import Description, parts
+
+Encode = Callable[[str], Sequence[int]]
+
+# One space between two words: every byte-level pre-tokenizer in use begins the second word with it. Longer
+# white space is not cut: whether its last space joins the word depends on the tokenizer and on the word.
+WORD_SPACE = re.compile(r" (?<=\S )(?=\S)")
+PROBE = (
+    " It's 12,345 x\n   y =  7.5 [a_b].\n\n (été) 漢字 ½ \U0001f469\u200d\U0001f467 \t<b> I'm\r\n !\u00a0 . "
+)
+CACHED_WORDS = 2**15  # about 10 MB
+CACHED_LENGTH = 64  # characters; what is longer is hardly met twice
+
+
+class Words(dict[str, Sequence[int]]):
+    """Ids of words met before, each encoded with ``before`` in front of it. Full, it starts afresh."""
+
+    def __init__(self, encode: Encode, before: str = "") -> None:
+        super().__init__()
+        self._encode, self._before = encode, before
+
+    def __missing__(self, word: str) -> Sequence[int]:
+        ids = self._encode(self._before + word)
+        if len(word) <= CACHED_LENGTH:
+            self.keep({word: ids})
+        return ids
+
+    def keep(self, words: Mapping[str, Sequence[int]]) -> None:
+        if len(self) + len(words) > CACHED_WORDS:
+            self.clear()
+        self.update(words)
+
+
+class WordEncoder:
+    """``written``: by id, the bytes it stands for; ``names``: control tokens' ids by secret name."""
+
+    def __init__(self, encode: Encode, written: Sequence[bytes], names: Mapping[str, int]) -> None:
+        self._encode, self._written, self._names = encode, written, names
+        self._name = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+        self._first, self._later = Words(encode), Words(encode, " ")
+
+    def __call__(self, text: str) -> list[int]:
+        segment, *rest = self._name.split(text)
+        ids = self._segment(segment)
+        for name, segment in zip(rest[::2], rest[1::2], strict=True):
+            ids.append(self._names[name])
+            ids += self._segment(segment)
+        return ids
+
+    def _segment(self, text: str) -> list[int]:
+        first, *later = WORD_SPACE.split(text)
+        if unknown := set(filterfalse(self._later.__contains__, later)):
+            self._learn(unknown)
+        return [*self._first[first], *chain.from_iterable(map(self._later.__getitem__, later))]
+
+    def _learn(self, unknown: Iterable[str]) -> None:
+        """Encodes words in one call, a third of the time of a call each; bytes tell whose ids are whose."""
+        words = [word for word in unknown if len(word) <= CACHED_LENGTH and not word[-1].isspace()]
+        if len(words) < 2:  # a word alone is encoded when it is looked up
+            return
+        ids = self._encode("".join([" " + word for word in words]))
+        learned, start = {}, 0
+        for word in words:
+            end, wanted, found = start, b" " + word.encode(), b""
+            while len(found) < len(wanted) and end < len(ids):
+                found += self._written[ids[end]]
+                end += 1
+            if found != wanted:  # the normalizer changes this text: let each word be encoded alone
+                return
+            learned[word] = ids[start:end]
+            start = end
+        self._later.keep(learned)
+
+
+def encodes_words_apart(description: Description) -> bool:
+    """Whether tokenizer.json promises nothing that reaches across the space between two words."""
+    normalizer = description["normalizer"]
+    steps = {part["type"]: part for part in parts(description["pre_tokenizer"])}
+    divided = "ByteLevel" in steps and (steps["ByteLevel"]["use_regex"] or "Split" in steps)
+    greedy = any(
+        token["lstrip"] or token["rstrip"] or " " in token["content"] for token in description["added_tokens"]
+    )
+    return divided and not greedy and (normalizer is None or normalizer["type"] == "NFC")
