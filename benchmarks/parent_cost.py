@@ -1,9 +1,9 @@
 """What a row's text costs the parent process between request and result, in CPU microseconds a row.
 
 Rows are 1,000 character slices of Python's own manual. "new": no slice was met before, the cache of words
-fills up on the way; "seen": all of them again, as with instructions that rows share. Answers are 128 tokens of the
-same text. Redis, the wire and the pipe to the engine are not part of it. Each number is the least of several
-rounds: other work on the machine only ever adds.
+fills up on the way; "seen": all of them again, as with instructions that rows share. Answers: 128 tokens of
+the same text. Redis, the wire and the pipe to the engine are not part of it. Each number is the least of
+several rounds: other work on the machine only ever adds.
 
     python benchmarks/parent_cost.py [--model models/smollm2-135m-fp32] [--rows 448] [--rounds 3] [--out FILE]
 """
