@@ -125,5 +125,6 @@ class LiveBatch:
         assert (self.pending >= 1).all(), "a live row with nothing to compute"
         room = self.num_blocks[order] * self.block_size
         assert (self.computed[order] <= room).all(), "computed past its blocks"
+        assert not self.num_blocks[self.free_slots].any(), "an empty slot holds blocks"
         unused = np.arange(self.table.shape[1]) >= self.num_blocks[:, None]
         assert not self.table[unused].any(), "a block behind the end of a row's table"

@@ -58,7 +58,7 @@ class Scheduler:
 
     def __init__(self, policy: Policy, pool: BlockPool, live: LiveBatch, context_length: int) -> None:
         self.policy = policy
-        self.limit = policy.max_batch  # live rows admitted now; see shrink
+        self.limit: float = policy.max_batch  # live rows admitted now; see shrink
         self.num_preemptions = 0
         self._pool = pool
         self._live = live
@@ -149,12 +149,12 @@ class Scheduler:
         A row that does not fit is stepped over, a bounded number of times. A trial (``only``) steps over whom
         it likes and counts nothing.
         """
-        if not self._waiting or len(self._live) >= self.limit:
+        if not self._waiting or self._is_full:
             return
         pending = self._live.pending
         share = self.policy.prefill_tokens - int(pending[pending > 1].sum())
         passed: list[Sequence] = []
-        while self._waiting and share > 0 and len(self._live) < self.limit:
+        while self._waiting and share > 0 and not self._is_full:
             sequence = self._waiting.popleft()
             if (only is None or sequence.row.id in only) and self._fits(sequence):
                 self._seat(sequence)
@@ -166,6 +166,10 @@ class Scheduler:
             if passed and only is None and self._must_wait(passed):
                 break
         self._waiting.extendleft(reversed(passed))
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._live) + 1 > self.limit
 
     def _must_wait(self, passed: list[Sequence]) -> bool:
         """Whether nobody may overtake ``passed`` any more."""
@@ -213,7 +217,7 @@ class Scheduler:
             self._tell(live.at(slots[index]), Status(status[index]))
         if ended.any():
             self._unseat(slots[ended])
-            self.limit = min(self.limit + int(ended.sum()), self.policy.max_batch)
+            self.limit = min(self.limit + int(ended.sum()) / self.limit, self.policy.max_batch)
 
     # -- after a failed step: the cache's contents are gone, the tokens are here
 
@@ -228,20 +232,19 @@ class Scheduler:
         self._tell(sequence, Status.FAILED, message)
 
     def shrink(self) -> None:
-        """Halves the live rows admitted; every row that ends afterwards gives one place back."""
-        self.limit = max(1, min(self.limit, len(self._rows)) // 2)
+        """Halves the live rows admitted. They grow back by one with each batch of them that has ended."""
+        self.limit = max(1.0, min(self.limit, len(self._rows)) // 2)
 
     # -- a row's ways out of its seat
 
     def _preempt(self, slots: Indices) -> None:
-        """``slots`` oldest first. Their rows wait again, each before those that came after it."""
-        sequences = [self._live.at(slot) for slot in slots.tolist()]
-        for sequence in sequences:
-            sequence.output = self._live.output(sequence.slot)
-        self._unseat(slots)
-        for sequence in reversed(sequences):
+        """The rows in ``slots`` wait again, each before those that came after it."""
+        for slot in slots.tolist():
+            sequence = self._live.at(slot)
+            sequence.output = self._live.output(slot)
             newer = (place for place, one in enumerate(self._waiting) if one.arrival > sequence.arrival)
             self._waiting.insert(next(newer, len(self._waiting)), sequence)
+        self._unseat(slots)
 
     def _unseat(self, slots: Indices) -> None:
         self._pool.free(self._live.leave(slots))

@@ -28,12 +28,13 @@ class FragileModel(HashModel):
         super().__init__(**sizes)
         self.max_rows = max_rows
         self.bad_runs = bad_runs
-        self.runs = 0
+        self.runs = self.failures = 0
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self.runs += 1
         poisoned = POISON in batch.input_ids
         if poisoned or len(batch.past) > self.max_rows or self.runs in self.bad_runs:
+            self.failures += 1
             self.poison(np.arange(self.num_blocks, dtype=np.int32))
             raise MemoryError("poisoned" if poisoned else "no room")
         return super().run(batch)
@@ -62,8 +63,10 @@ def assert_equal_alone(ledger: Ledger, rows: list[Row]) -> None:
 def test_one_poisoned_row_fails_alone(place: int, before: int, max_batch: int) -> None:
     good = plain(15)
     rows = [*good[:place], poisoned(99, before), *good[place:]]
-    ledger = run_all(engine_over(FragileModel(), max_batch=max_batch), rows)
+    model = FragileModel()
+    ledger = run_all(engine_over(model, max_batch=max_batch), rows)
     assert failed(ledger) == {99}
+    assert model.failures <= 1 + np.log2(max_batch)  # the step, then its halves
     assert ledger.endings[99].message == "MemoryError: poisoned"
     assert_equal_alone(ledger, good)
 
@@ -132,8 +135,9 @@ def test_a_failure_that_does_not_come_back_costs_nobody_anything(caplog: pytest.
 
 def test_a_batch_too_large_for_the_model_shrinks_until_it_fits() -> None:
     good = plain(40)
-    engine = engine_over(FragileModel(max_rows=3), max_batch=16, prefill_tokens=48)
-    ledger = run_all(engine, good)
+    model = FragileModel(max_rows=3)
+    ledger = run_all(engine_over(model, max_batch=16, prefill_tokens=48), good)
+    assert model.failures < 15  # each ends with half the rows
     assert failed(ledger) == set()
     assert_equal_alone(ledger, good)
 
@@ -183,6 +187,17 @@ def test_bisection_halves_until_a_row_is_alone() -> None:
     assert bisection.on_trial == {3}
     assert bisection.failed({3: 5}) == 3
     assert bisection.on_trial is None
+
+
+def test_bisection_forgets_a_group_once_its_halves_are_tried() -> None:
+    bisection = Bisection()
+    bisection.failed({1: 1, 2: 1, 3: 1, 4: 1})
+    bisection.failed({1: 1, 2: 1})
+    tried = []
+    while bisection.on_trial:
+        tried.append(set(bisection.on_trial))
+        assert bisection.trial_is_over({}.get)
+    assert tried == [{1}, {2}, {3, 4}]
 
 
 def test_bisection_ends_without_a_verdict_when_every_half_passes() -> None:

@@ -239,8 +239,10 @@ def test_a_row_that_can_never_run_is_refused_at_once_with_the_numbers(
 def test_a_row_that_fills_the_pool_to_the_last_position_runs() -> None:
     bench = Bench(num_blocks=13)
     bench.add(row(0, range(29), max_tokens=20))  # 48 cached positions: 12 blocks of 4
+    outputs = []
     while bench.scheduler.has_work:
-        bench.step()
+        outputs += bench.commit(bench.plan())
+    assert outputs == [Output(0, [7] * 20, Status.LENGTH)]
     assert bench.scheduler.num_preemptions == 0
 
 
@@ -322,16 +324,17 @@ def test_a_trial_admits_its_own_rows_and_counts_no_overtakes() -> None:
     assert bench.slices(bench.scheduler.plan()) == dict.fromkeys(range(4), (0, 1))
 
 
-def test_shrinking_halves_the_live_rows_and_each_ended_row_gives_one_place_back() -> None:
+def test_shrinking_halves_the_live_rows_and_each_ended_batch_gives_one_place_back() -> None:
     bench = Bench(max_batch=8)
-    bench.add(*(row(i, [i], max_tokens=2) for i in range(20)))
+    bench.add(*(row(i, [i], max_tokens=2) for i in range(50)))
     bench.step()
     bench.scheduler.evict()
     bench.scheduler.shrink()
     live = []
     while bench.scheduler.has_work:
         live.append(len(bench.step()))
-    assert live[:4] == [4, 4, 8, 8]
+    assert live[:6] == [4, 4, 5, 5, 6, 6]
+    assert max(live) == 8
 
 
 def sabotages() -> dict[str, object]:
