@@ -48,7 +48,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], limit: int) -> str:
         """The prompt, up to where the assistant begins. RowError with what the template objects to.
 
-        ``limit``: most characters of a prompt; more is context_length_exceeded, and the rest is not rendered.
+        A prompt of more than ``limit`` characters is not rendered to its end.
         """
         if self._composed is None:
             return self._render(messages, limit)
@@ -72,12 +72,10 @@ class ChatTemplate:
         variables = dict(self._variables, messages=[self._prepared(message, change) for message in messages])
         try:
             for piece in self._template.generate(variables, add_generation_prompt=add_generation_prompt):
+                pieces.append(piece)
                 length += len(piece)
                 if length > limit:
-                    raise too_long(limit, "messages")
-                pieces.append(piece)
-        except RowError:
-            raise
+                    break
         except Exception as error:  # whatever a template raises concerns this row alone
             reason = f"the model's chat template refuses the messages: {str(error)[:500]}"
             raise RowError("invalid_request", reason, "messages") from None
@@ -153,12 +151,6 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
     """Matches each of ``tokens``, the longest that fits; None when there are none."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def too_long(limit: int, param: str) -> RowError:
-    """The error for a prompt that is refused before its tokens are counted."""
-    text = f"the prompt is longer than {limit} characters, more than the model's context can hold"
-    return RowError("context_length_exceeded", text, param)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

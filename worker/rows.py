@@ -6,6 +6,7 @@ in the parent process; must not know Redis or how the engine works.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from kernels.rows import RowParams, Status
 from producer.errors import RowError
 from producer.wire import Choice, Failure, Request, Result, Usage, check_vocabulary, derived_seed
-from worker.chat import Message, too_long
+from worker.chat import Message
 from worker.sequence import Output, Row
 from worker.stops import StopScanner
 from worker.tokenizer import Tokenizer
@@ -84,7 +85,6 @@ class RowPreparer:
         self._tokenizer = tokenizer
         self._defaults = defaults
         self._names = {folder.name, *folder.aliases}
-        self._most_characters = folder.context_length * tokenizer.longest
 
     def prepare(self, request: Request, row_id: int) -> PreparedRow:
         """The row, ready for the engine. RowError: the request asks for what this model cannot give."""
@@ -113,8 +113,7 @@ class RowPreparer:
         if request.messages is not None:
             return self._encode_chat(request.messages)
         text = request.prompt or ""
-        if len(text) > self._most_characters:  # spares the tokenizer what cannot fit
-            raise too_long(self._most_characters, "prompt")
+        self._check_text(text, "prompt")  # spares the tokenizer what cannot fit
         return self._tokenizer.encode(text)
 
     def _encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
@@ -122,9 +121,18 @@ class RowPreparer:
         if template is None:
             reason = "the model has no chat template: send a prompt instead of messages"
             raise RowError("invalid_request", reason, "messages")
-        if len(messages) > self._folder.context_length:  # each takes a token at least
-            raise too_long(self._most_characters, "messages")
-        return self._tokenizer.encode_rendered(template.render(messages, self._most_characters))
+        self._check_fits(len(messages), "messages")  # each takes a token at least
+        text = template.render(messages, self._folder.context_length * self._tokenizer.longest)
+        self._check_text(text, "messages")
+        return self._tokenizer.encode_rendered(text)
+
+    def _check_text(self, text: str, param: str) -> None:
+        self._check_fits(math.ceil(len(text) / self._tokenizer.longest), param)
+
+    def _check_fits(self, least_tokens: int, param: str) -> None:
+        if least_tokens > (context := self._folder.context_length):
+            reason = f"the prompt has at least {least_tokens} tokens; the model's context is {context} tokens"
+            raise RowError("context_length_exceeded", reason, param)
 
     def _max_tokens(self, request: Request, num_prompt: int) -> int:
         """The row's max_tokens; without one what is left of the context, capped by the worker's default."""
@@ -133,12 +141,9 @@ class RowPreparer:
         least = asked or max(1, sampling.min_tokens or 0)
         if least > room:
             output = f"max_tokens is {asked}" if asked else f"at least {least} more must fit"
-            reason = (
-                f"the prompt has {num_prompt} tokens and {output}; the model's context is {context} tokens"
-            )
-            raise RowError(
-                "context_length_exceeded", reason, "max_tokens" if asked else _prompt_field(request)
-            )
+            text = f"the prompt has {num_prompt} tokens and {output}; the model's context is {context} tokens"
+            param = "max_tokens" if asked else _prompt_field(request)
+            raise RowError("context_length_exceeded", text, param)
         return asked or min(room, max(least, self._defaults.max_tokens or room))
 
     def _params(self, request: Request, max_tokens: int) -> RowParams:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,10 @@ class TestContext:
         self, preparer: RowPreparer, tokenizer: Tokenizer, prompt: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tokenizer, "_encode", None)
-        assert refused(preparer, prompt)[0] == "context_length_exceeded"
+        code, _, message = refused(preparer, prompt)
+        assert code == "context_length_exceeded"
+        least, context = map(int, re.findall(r"\d+", message))
+        assert least > context == 64
 
 
 class TestParams:
