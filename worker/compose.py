@@ -66,6 +66,7 @@ def build_model(settings: EngineSettings) -> Model:
         device=settings.device,
         threads=settings.threads,
         kv_memory_bytes=settings.kv_bytes,
+        max_batch=settings.max_batch,
     )
 
 

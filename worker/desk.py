@@ -57,7 +57,7 @@ class Desk:
     def close(self, held: Sequence[Lease]) -> int:
         """Write what waits, give back the rows in hand, leave RQ's workers. Returns the rows given back."""
         self.flush()
-        self._note_deaths()
+        self.note_deaths()
         returned = self._leases.hand_back(held)
         self._entry.register_death()  # type: ignore[no-untyped-call]
         self._store.forget_worker(self._settings.name)
@@ -86,7 +86,6 @@ class Desk:
 
     def renew(self, held: Sequence[Lease]) -> list[Lease]:
         """Prolong the leases of rows in hand and of unwritten endings. Returns the lost ones."""
-        self._note_deaths()
         return self._leases.renew([*held, *(end.lease for end in self.endings)])
 
     def report(self, state: WorkerStatus, fields: Mapping[str, str]) -> bool:
@@ -97,7 +96,7 @@ class Desk:
             self._store.report_worker(pipe, self._settings.name, fields, REPORT_TTL_SECONDS)
             return bool(pipe.execute()[0])
 
-    def _note_deaths(self) -> None:
+    def note_deaths(self) -> None:
         """Into the jobs, for the worker that gets them if we die too."""
         if not self.deaths:
             return

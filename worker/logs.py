@@ -17,7 +17,8 @@ class Lines(logging.Formatter):
         """One line; a traceback's lines follow it."""
         clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in record.getMessage())
-        line = f"{clock}.{int(record.msecs):03d}Z {record.levelname} {record.name.removeprefix('worker.')}: {text}"
+        name = record.name.removeprefix("worker.")
+        line = f"{clock}.{int(record.msecs):03d}Z {record.levelname} {name}: {text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -12,6 +12,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
@@ -194,6 +195,7 @@ class Service:
     def _talk(self) -> None:
         """Everything this turn has to say to Redis."""
         now = time.monotonic()
+        self._desk.note_deaths()
         if self._desk.endings and now >= self._flush_at:
             self._desk.flush()
             self._flush_at = now + FLUSH_SECONDS
@@ -340,7 +342,7 @@ class Service:
         fields = {
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
-            "model": self._settings.engine.model,
+            "model": Path(self._settings.engine.model).name,
             "queues": ",".join(queue.name for queue in self._settings.queues),
             "live": f"{live}/{self._settings.engine.max_batch}",
             "waiting": str(max(0, len(self._hand) - live)),

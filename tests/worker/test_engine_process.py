@@ -1,0 +1,159 @@
+"""The engine's real process: rows in, outputs out, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from rq_rows import wait_until
+
+from kernels.rows import RowParams, Status
+from worker.engine_process import EngineProcess
+from worker.events import Died, Event, Outputs, Ready
+from worker.sequence import Output, Row
+from worker.settings import EngineSettings
+
+EOS = 257
+DUMMY = EngineSettings(model="dummy", max_batch=8, threads=1)
+
+
+class Process:
+    """An engine and what it says."""
+
+    def __init__(self, settings: EngineSettings = DUMMY) -> None:
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        self.engine = EngineProcess(settings, self.events.put)
+        self.engine.start()
+
+    def event(self) -> Event:
+        return self.events.get(timeout=60)
+
+    def ended(self, count: int) -> dict[int, Output]:
+        """The next ``count`` rows that end."""
+        found: dict[int, Output] = {}
+        while len(found) < count:
+            event = self.event()
+            assert isinstance(event, Outputs), event
+            found |= {output.id: output for output in event.outputs if output.status != Status.RUNNING}
+        return found
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    """One engine for the tests that leave it alive."""
+    made = Process()
+    assert isinstance(made.event(), Ready)
+    yield made
+    made.engine.stop()
+
+
+def row(number: int, text: str = "hello", max_tokens: int = 100) -> Row:
+    return Row(number, list(text.encode()), RowParams(max_tokens=max_tokens, temperature=0.0, eos_ids=(EOS,)))
+
+
+def test_rows_go_in_and_answers_come_out(process: Process) -> None:
+    process.engine.send([row(1, "one"), row(2, "two", max_tokens=2)], [])
+    ended = process.ended(2)
+    assert bytes(ended[1].tokens[1:-1]) == b"one"  # the dummy says a mark, the prompt, and EOS
+    assert ended[1].status == Status.EOS
+    assert (len(ended[2].tokens), ended[2].status) == (2, Status.LENGTH)
+
+
+def test_a_running_row_is_cancelled(process: Process) -> None:
+    process.engine.send([row(3, "x" * 4000, max_tokens=4000)], [])
+    process.engine.send([], [3])
+    assert process.ended(1)[3].status == Status.CANCELLED
+
+
+def test_sending_never_waits_for_the_engine(process: Process) -> None:
+    """Far more than a pipe holds, to an engine that does not read: it is stopped."""
+    assert process.engine.pid is not None
+    os.kill(process.engine.pid, signal.SIGSTOP)
+    try:
+        for number in range(100, 300):
+            process.engine.send([row(number, "y" * 8000, max_tokens=1)], [])
+    finally:
+        os.kill(process.engine.pid, signal.SIGCONT)
+    assert len(process.ended(200)) == 200
+
+
+def test_signals_for_the_group_are_the_parents_business(process: Process) -> None:
+    assert process.engine.pid is not None
+    os.kill(process.engine.pid, signal.SIGTERM)
+    os.kill(process.engine.pid, signal.SIGINT)
+    process.engine.send([row(9)], [])
+    assert process.ended(1)[9].status == Status.EOS
+
+
+def test_a_killed_engine_says_so_and_starts_again() -> None:
+    process = Process()
+    assert isinstance(process.event(), Ready)
+    assert process.engine.pid is not None
+    os.kill(process.engine.pid, signal.SIGKILL)
+    assert process.event() == Died("killed by SIGKILL")
+    process.engine.start()
+    assert isinstance(process.event(), Ready)
+    process.engine.send([row(1)], [])
+    assert process.ended(1)[1].status == Status.EOS
+    process.engine.stop()
+    process.engine.stop()  # twice is harmless
+    assert process.events.empty(), "a wanted end is no event"
+
+
+def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    process = Process(EngineSettings(model=str(tmp_path / "none")))
+    event = process.event()
+    assert isinstance(event, Died)
+    assert event.error is not None and "none" in event.error
+    process.engine.stop()
+
+
+def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
+    """Also when the parent is killed, and even when the engine is in the middle of something."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, signal, sys, time
+            from queue import SimpleQueue
+            from worker.engine_process import EngineProcess
+            from worker.settings import EngineSettings
+
+            if __name__ == "__main__":
+                events = SimpleQueue()
+                engine = EngineProcess(EngineSettings(model="dummy", max_batch=1, threads=1), events.put)
+                engine.start()
+                events.get()
+                os.kill(engine.pid, signal.SIGSTOP)
+                print(engine.pid, flush=True)
+                time.sleep(60)
+        """)
+    )
+    root = Path(__file__).resolve().parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not is_alive(child))
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie that nobody has reaped yet is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

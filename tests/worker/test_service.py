@@ -1,0 +1,388 @@
+"""The parent's loop on a real Redis, with an engine that does what the test says."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import redis
+from rq import Queue
+from rq.command import send_shutdown_command, send_stop_job_command
+from rq.registry import StartedJobRegistry
+from rq.suspension import resume, suspend
+from rq.worker import Worker as RqWorker
+from rq_rows import counts, enqueue, fetch, log, request, returned, status, wait_until
+from service_fakes import Worker, run_burst, worker
+
+from producer.embedded import EmbeddedRedis
+from producer.errors import LivebatchError, UsageError
+from producer.store import COMMANDS, Serializer, Store
+from worker.events import Died
+
+pytestmark = pytest.mark.redis
+
+
+def queued(connection: redis.Redis, name: str = "q") -> list[str]:
+    return list(Queue(name, connection=connection, serializer=Serializer).job_ids)
+
+
+def test_a_burst_answers_every_row_and_ends(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number) for number in range(1, 51)])
+    run_burst(redis_url)
+    assert counts(connection) == {"completed": 50}
+    (value,) = returned(connection, "b-0-7")
+    assert value["choices"][0]["text"] == "prompt 7"
+    assert value["usage"] == {"prompt_tokens": 8, "completion_tokens": 9}
+    assert not connection.keys("rq:execution*")
+    assert not connection.exists("rq:workers")
+
+
+def test_an_idle_worker_takes_a_new_row_at_once(redis_url: str, connection: redis.Redis) -> None:
+    """The promise is 50 ms on a free machine; the median of several shows what a busy one hides."""
+    delays = []
+    with worker(redis_url, echo=True) as made:
+        wait_until(lambda: made.service._is_dry)
+        for number in range(1, 16):
+            time.sleep(0.05)  # idle again: nothing announces that
+            enqueue(connection, [request(number)])
+            begun = time.monotonic()
+            wait_until(lambda number=number: status(connection, f"b-0-{number}") == "finished")
+            delays.append(time.monotonic() - begun)
+    print(f"queued to finished: median {sorted(delays)[7] * 1e3:.1f} ms, worst {max(delays) * 1e3:.1f} ms")
+    assert sorted(delays)[7] < 0.05
+
+
+def test_live_rows_do_not_keep_new_ones_waiting(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 1)
+        enqueue(connection, [request(2)])
+        wait_until(lambda: sorted(made.engine.prompts) == ["prompt 1", "prompt 2"])
+
+
+def test_no_more_rows_are_taken_than_the_hand_holds(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number) for number in range(1, 31)])
+    with worker(redis_url, max_batch=4) as made:
+        wait_until(lambda: len(made.engine.rows) == 8)
+        assert len(queued(connection)) == 22
+        made.engine.end(*list(made.engine.rows)[:4])
+        wait_until(lambda: len(made.engine.rows) == 8)
+        assert len(queued(connection)) == 18
+
+
+def test_weighted_queues_share_and_none_starves(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number, "high") for number in range(1, 61)], "high")
+    enqueue(connection, [request(number, "low") for number in range(1, 61)], "low")
+    with worker(redis_url, queues=["high=3", "low"], max_batch=4) as made:
+        for _ in range(7):
+            wait_until(lambda: len(made.engine.rows) == 8)
+            made.engine.end(*list(made.engine.rows))
+        wait_until(lambda: len(made.engine.rows) == 8)
+        taken = {name: 60 - len(queued(connection, name)) for name in ("high", "low")}
+        assert taken == {"high": 48, "low": 16}
+        for _ in range(3):
+            made.engine.end(*list(made.engine.rows))
+            wait_until(lambda: len(made.engine.rows) == 8)
+        assert 60 - len(queued(connection, "high")) == 60
+        assert 60 - len(queued(connection, "low")) == 28
+
+
+def test_rq_shows_the_worker_and_its_rows(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number) for number in (1, 2, 3)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 3)
+        (seen,) = RqWorker.all(connection=connection, serializer=Serializer)
+        assert seen.name == made.settings.name
+        assert seen.queue_names() == ["q"]
+        assert {execution.job_id for execution in seen.get_current_executions()} == {
+            "b-0-1",
+            "b-0-2",
+            "b-0-3",
+        }
+        assert StartedJobRegistry("q", connection=connection, serializer=Serializer).count == 3
+        wait_until(lambda: connection.hget(f"rq:worker:{made.settings.name}", "state") == b"busy")
+        (report,) = Store(connection).workers()
+        assert report.name == made.settings.name
+        wait_until(lambda: Store(connection).workers()[0].fields["waiting"] == "3")
+    assert Store(connection).workers() == []
+
+
+# -- rows that do not end well
+
+
+def test_a_refused_row_fails_with_its_reason_and_its_neighbours_run(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    enqueue(connection, [request(1), request(2, model="another"), request(3)])
+    run_burst(redis_url)
+    assert counts(connection) == {"completed": 2, "failed": 1}
+    result = log(connection)["b-0-2"]
+    assert result is not None and result.failure is not None
+    assert (result.custom_id, result.failure.code, result.failure.status_code) == (
+        "row-2",
+        "model_not_found",
+        404,
+    )
+    assert "model_not_found" in str(fetch(connection, "b-0-2").latest_result().exc_string)
+
+
+def test_a_row_out_of_time_is_evicted(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1, timeout_s=0.2), request(2, timeout_s=100.0)])
+    with worker(redis_url) as made:
+        wait_until(lambda: status(connection, "b-0-1") == "failed")
+        result = log(connection)["b-0-1"]
+        assert result is not None and result.failure is not None and result.failure.code == "timeout"
+        wait_until(lambda: made.engine.prompts == ["prompt 2"])
+        assert len(made.engine.cancelled) == 1
+
+
+def test_a_stop_string_ends_a_row_and_frees_its_place(redis_url: str, connection: redis.Redis) -> None:
+    from producer.wire import Sampling
+
+    enqueue(connection, [request(1, sampling=Sampling(stop=("END",)))])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 1)
+        (number,) = made.engine.rows
+        made.engine.say(number, "so far E")
+        made.engine.say(number, "ND and more")
+        wait_until(lambda: status(connection, "b-0-1") == "finished")
+        (value,) = returned(connection, "b-0-1")
+        assert value["choices"][0] | {"index": 0} == {
+            "index": 0,
+            "text": "so far ",
+            "finish_reason": "stop",
+            "stop_reason": "END",
+        }
+        wait_until(lambda: made.engine.cancelled == [number])
+
+
+# -- cancelling
+
+
+def cancel_batch(connection: redis.Redis, batch: str = "b") -> None:
+    """As the producer does: the state first, then word to the workers."""
+    connection.hset(f"livebatch:batch:{batch}", "state", "cancelled")
+    connection.publish(COMMANDS, f'{{"command":"cancel","batch":"{batch}"}}')
+
+
+def await_listening(connection: redis.Redis, made: Worker) -> None:
+    """Until the worker hears commands; what is said before, it finds out at its next beat."""
+    channel = f"rq:pubsub:{made.settings.name}"
+    wait_until(lambda: dict(connection.pubsub_numsub(channel))[channel.encode()] == 1)
+
+
+def test_a_cancelled_batch_leaves_the_live_batch_at_once(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1), request(2)])
+    enqueue(connection, [request(3, "c")])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 3)
+        await_listening(connection, made)
+        begun = time.monotonic()
+        cancel_batch(connection)
+        wait_until(lambda: made.engine.prompts == ["prompt 3"])
+        wait_until(lambda: counts(connection) == {"cancelled": 2})
+        print(f"cancelled rows out and logged after {(time.monotonic() - begun) * 1e3:.0f} ms")
+        assert time.monotonic() - begun < 1
+    assert status(connection, "b-0-1") == "canceled"
+    result = log(connection)["b-0-1"]
+    assert result is not None and result.failure is not None and result.failure.code == "batch_cancelled"
+
+
+def test_rows_of_a_cancelled_batch_are_not_started(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1), request(2)])
+    enqueue(connection, [request(3, "c")])
+    connection.hset("livebatch:batch:b", "state", "cancelled")
+    run_burst(redis_url)
+    assert counts(connection) == {"cancelled": 2}
+    assert counts(connection, "c") == {"completed": 1}
+
+
+def test_a_cancel_nobody_heard_is_found_at_the_next_beat(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    with worker(redis_url, beat_seconds=0.1) as made:
+        wait_until(lambda: len(made.engine.rows) == 1)
+        connection.hset("livebatch:batch:b", "state", "cancelled")
+        wait_until(lambda: counts(connection) == {"cancelled": 1})
+        wait_until(lambda: not made.engine.rows)
+
+
+def test_rqs_own_commands_reach_the_right_row(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number) for number in (1, 2, 3)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 3)
+        await_listening(connection, made)
+        send_stop_job_command(connection, "b-0-2", serializer=Serializer)
+        wait_until(lambda: sorted(made.engine.prompts) == ["prompt 1", "prompt 3"])
+        made.engine.end(*list(made.engine.rows))
+        send_shutdown_command(connection, made.settings.name)
+        made.join()
+    assert counts(connection) == {"completed": 2, "cancelled": 1}
+
+
+def test_a_row_cancelled_or_deleted_in_rq_is_dropped_without_a_result(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    enqueue(connection, [request(number) for number in (1, 2, 3)])
+    with worker(redis_url, beat_seconds=0.1) as made:
+        wait_until(lambda: len(made.engine.rows) == 3)
+        fetch(connection, "b-0-1").cancel()
+        fetch(connection, "b-0-2").delete()
+        wait_until(lambda: made.engine.prompts == ["prompt 3"])
+    assert status(connection, "b-0-1") == "canceled"
+    assert status(connection, "b-0-2") is None
+    assert log(connection) == {}
+
+
+def test_a_suspended_worker_takes_nothing_and_a_resumed_one_does(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    suspend(connection)
+    with worker(redis_url, echo=True) as made:
+        wait_until(lambda: connection.hget(f"rq:worker:{made.settings.name}", "state") == b"suspended")
+        enqueue(connection, [request(1)])
+        assert queued(connection) == ["b-0-1"]
+        resume(connection)
+        wait_until(lambda: counts(connection) == {"completed": 1})
+
+
+# -- stopping
+
+
+def test_a_stop_lets_rows_end_and_hands_the_rest_back_in_order(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    enqueue(connection, [request(number) for number in range(1, 21)])
+    with worker(redis_url, max_batch=4, grace=0.3) as made:
+        wait_until(lambda: len(made.engine.rows) == 8)
+        made.stop()
+        made.engine.end(made.engine.number("prompt 2"))
+        made.join()
+        assert made.engine.is_stopped
+    assert counts(connection) == {"completed": 1}
+    assert queued(connection) == [f"b-0-{number}" for number in range(1, 21) if number != 2]
+    assert fetch(connection, "b-0-1").retries_left == 10**6
+    assert status(connection, "b-0-1") == "queued"
+    assert not connection.exists("rq:wip:q")
+
+
+def test_a_stop_ends_as_soon_as_the_hand_is_empty(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    with worker(redis_url, grace=1000.0) as made:
+        wait_until(lambda: len(made.engine.rows) == 1)
+        made.stop()
+        enqueue(connection, [request(2)])
+        made.engine.end(*list(made.engine.rows))
+        made.join()
+    assert queued(connection) == ["b-0-2"], "nothing new is taken"
+
+
+def test_a_second_stop_does_not_wait(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    with worker(redis_url, grace=1000.0) as made:
+        wait_until(lambda: len(made.engine.rows) == 1)
+        made.stop()
+        made.stop()
+        made.join()
+    assert queued(connection) == ["b-0-1"]
+
+
+# -- the engine dies
+
+
+def test_rows_of_a_dead_engine_run_again(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number) for number in (1, 2, 3)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 3)
+        made.engine.die()
+        wait_until(lambda: made.engine.starts == 2 and len(made.engine.rows) == 3)
+        made.engine.end(*list(made.engine.rows))
+        wait_until(lambda: counts(connection) == {"completed": 3})
+        assert connection.hget("rq:job:b-0-1", "livebatch_deaths") == b"1"
+
+
+def test_a_row_that_kills_the_engine_fails_alone(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number) for number in range(1, 9)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 8)
+        send, deaths = made.engine.send, 0
+
+        def deadly(rows: object, cancels: object) -> None:
+            nonlocal deaths
+            send(rows, cancels)  # type: ignore[arg-type]
+            if "prompt 5" in made.engine.prompts:
+                deaths += 1
+                made.engine.die()
+            elif made.engine.rows:
+                made.engine.end(*list(made.engine.rows))
+
+        made.engine.send = deadly  # type: ignore[method-assign]
+        made.engine.die()
+        wait_until(lambda: counts(connection) == {"completed": 7, "failed": 1})
+    result = log(connection)["b-0-5"]
+    assert result is not None and result.failure is not None
+    assert (result.failure.code, result.failure.status_code) == ("worker_lost", None)
+    assert [len(returned(connection, f"b-0-{n}")) for n in range(1, 9) if n != 5] == [1] * 7
+    assert deaths <= 5
+
+
+def test_suspects_keep_their_record_across_workers(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1), request(2)])
+    connection.hset("rq:job:b-0-1", "livebatch_deaths", 2)
+    with worker(redis_url) as made:
+        wait_until(lambda: made.engine.prompts == ["prompt 1"])
+        made.engine.die()
+        wait_until(lambda: counts(connection) == {"failed": 1})
+        wait_until(lambda: made.engine.prompts == ["prompt 2"])
+
+
+def test_an_engine_that_cannot_be_built_ends_the_worker_with_its_reason(redis_url: str) -> None:
+    for error, kind in (("genai_config.json is missing", UsageError), (None, LivebatchError)):
+        made = Worker(redis_url)
+        made.engine.on_start = lambda made=made, error=error: made.engine.post(Died("exit code 1", error))
+        made.thread.start()
+        with pytest.raises(kind, match=error or "did not start: exit code 1"):
+            made.join()
+        assert made.engine.is_stopped
+
+
+def test_an_engine_that_does_not_start_again_hands_its_rows_back(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    enqueue(connection, [request(1)])
+    with pytest.raises(LivebatchError, match="does not start again: killed"), worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 1)
+        made.engine.on_start = made.engine.die
+        made.engine.die()
+        made.thread.join(20)
+    assert queued(connection) == ["b-0-1"]
+
+
+# -- Redis goes away
+
+
+def test_results_outlive_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as connection:
+        enqueue(connection, [request(number) for number in (1, 2, 3)])
+        with worker(server.url, beat_seconds=0.2) as made:
+            wait_until(lambda: len(made.engine.rows) == 3)
+            server.kill()
+            made.engine.end(*list(made.engine.rows))
+            wait_until(lambda: made.service._link.is_away and len(made.service._desk.endings) == 3)
+            server.start()
+            wait_until(lambda: counts(connection) == {"completed": 3})
+            enqueue(connection, [request(9)])
+            wait_until(lambda: made.engine.prompts == ["prompt 9"])
+    said = [record.getMessage() for record in caplog.records if record.name == "worker.link"]
+    assert len([line for line in said if line.startswith("worker: Redis does not serve")]) == 1
+    assert len([line for line in said if line.startswith("worker: Redis is back")]) == 1
+
+
+def test_rows_of_a_dead_worker_run_on_the_living_one(redis_url: str, connection: redis.Redis) -> None:
+    from worker.leases import Leases
+
+    enqueue(connection, [request(number) for number in (1, 2, 3)])
+    Leases(connection, "dead", 0.05, 1 << 20).claim(3, [("q", 3)])
+    with worker(redis_url, echo=True, maintenance_seconds=0.1):
+        wait_until(lambda: counts(connection) == {"completed": 3})

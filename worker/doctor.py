@@ -1,0 +1,105 @@
+"""`worker check`: everything a worker needs, looked at once, in the order in which it would fail.
+
+Owns the questions and the wording of the answers. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from producer.connection import check_server, explained, redact
+from producer.errors import LivebatchError
+from worker.compose import build_engine, build_preparer, connector
+from worker.settings import DUMMY, Settings
+
+REDIS = "redis"
+PROMPT = "The capital of France is"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One answer. A fatal one means that a worker would not start."""
+
+    subject: str
+    verdict: str  # ok, warning or error
+    text: str
+
+    @property
+    def is_fatal(self) -> bool:
+        return self.verdict == "error"
+
+    @property
+    def line(self) -> str:
+        return f"{self.verdict:8}{self.subject:10}{self.text}"
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Findings as they are made. Later questions are asked although an earlier answer was an error."""
+    for subject, question in QUESTIONS.items():
+        try:
+            yield from (Finding(subject, *answer) for answer in question(settings))
+        except LivebatchError as error:
+            yield Finding(subject, "error", str(error))
+
+
+Answers = Iterator[tuple[str, str]]
+
+
+def _redis(settings: Settings) -> Answers:
+    with explained(settings.redis_url):
+        connection = connector(settings.redis_url)(5.0)
+        warnings = check_server(connection)
+        version = connection.info("server")["redis_version"]
+    yield "ok", f"{redact(settings.redis_url)} answers, version {version}"
+    for warning in warnings:
+        yield "warning", warning
+
+
+def _device(settings: Settings) -> Answers:
+    if settings.engine.model == DUMMY:
+        yield "ok", "the dummy model needs none"
+        return
+    import onnxruntime
+
+    providers = ", ".join(onnxruntime.get_available_providers())
+    yield "ok", f"onnxruntime {onnxruntime.__version__} offers {providers}"
+
+
+def _model(settings: Settings) -> Answers:
+    build_preparer(settings)
+    yield "ok", f"{settings.engine.model}: folder, tokenizer and chat template read"
+
+
+def _prompt(settings: Settings) -> Answers:
+    yield "ok", f"{PROMPT!r} -> {ask(settings, PROMPT)!r}"
+
+
+def ask(settings: Settings, prompt: str) -> str:
+    """The engine's greedy answer of a few tokens, run in this process."""
+    from producer.wire import Request, Sampling
+
+    request = Request(
+        custom_id="check",
+        batch_id="check",
+        file=0,
+        line=1,
+        endpoint="completions",
+        prompt=prompt,
+        sampling=Sampling(temperature=0.0, max_tokens=8),
+    )
+    row = build_preparer(settings).prepare(request, 1)
+    for output in build_engine(settings.engine).generate([row.row]):
+        row.feed(output)
+        result = row.result(output.status)
+    if result.failure:
+        raise LivebatchError(f"the model answers {result.failure.code}: {result.failure.message}")
+    return result.choices[0].text
+
+
+QUESTIONS: dict[str, Callable[[Settings], Answers]] = {
+    REDIS: _redis,
+    "device": _device,
+    "model": _model,
+    "prompt": _prompt,
+}
