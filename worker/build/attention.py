@@ -1,8 +1,9 @@
-"""Attention over a pool of cache blocks. One class per kind of graph; this is the one in plain ONNX operators.
+"""Attention over a pool of cache blocks, in plain ONNX operators.
 
-The CPU has no PagedAttention kernel, so the same bookkeeping is spelled out: scatter the new keys and values into the
-pool in place, gather each token's blocks through its table, attend. Every token is its own row of query length 1,
-which lets prompts, chunks and decode rows share one run and makes a row's result independent of its neighbours.
+The CPU has no PagedAttention kernel, so the same bookkeeping is spelled out: scatter the new keys and
+values into the pool in place, gather each token's blocks through its table, attend. Every token is its own
+row of query length 1, which lets prompts, chunks and decode rows share one run and makes a row's result
+independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PRESENT_KEYS, PRESENT_VALUES = "present.{}.key", "present.{}.value"
 
 
 class PoolAttention:
-    """Scatter, gather, attend. Shapes: T tokens, W blocks per table, H query and K key/value heads of size h."""
+    """Scatter, gather, attend. T tokens, W blocks per table, H query and K key/value heads of size h."""
 
     def __init__(self, writer: OnnxWriter, sizes: Architecture) -> None:
         self._writer, self._sizes = writer, sizes
@@ -28,16 +29,20 @@ class PoolAttention:
         """The graph inputs of a step, and what all layers share."""
         writer, sizes = self._writer, self._sizes
         writer.input("position_ids", TensorProto.INT64, ["tokens"])
-        writer.input("slot_mapping", TensorProto.INT64, ["tokens", 2])  # (block, offset) each new token is written to
-        writer.input("block_table", TensorProto.INT64, ["tokens", "table_width"])
+        writer.input(
+            "slot_mapping", TensorProto.INT64, ["tokens", 2]
+        )  # (block, offset) to write each token to
+        writer.input("block_table", TensorProto.INT32, ["tokens", "table_width"])
         angles = np.outer(np.arange(sizes.context_length), sizes.inverse_frequencies)  # [context, h / 2] f64
         writer.constant("cos", np.cos(angles).astype(np.float32))
         writer.constant("sin", np.sin(angles).astype(np.float32))
         width = sizes.num_kv_heads * sizes.head_size
         writer.constant("shape.update", np.array([-1, sizes.num_kv_heads, sizes.head_size]))
         writer.constant("shape.context", np.array([0, -1, width]))
-        writer.node("Unsqueeze", ["position_ids", writer.constant("axis.1", np.array([1]))], "positions")  # [T, 1]
-        writer.node("Add", ["position_ids", writer.constant("one", np.array([1]))], "kv_lengths")  # [T]
+        writer.constant("axis.1", np.array([1]))
+        writer.constant("one", np.array([1]))
+        writer.node("Unsqueeze", ["position_ids", "axis.1"], "positions")  # [T, 1]
+        writer.node("Add", ["position_ids", "one"], "kv_lengths")  # [T]
 
     def attend(self, layer: int, qkv: str, out: str) -> str:
         """f32[T, 1, (H + 2K) h] -> f32[T, 1, H h]; layer ``layer``'s pool gains the new tokens."""
@@ -54,15 +59,18 @@ class PoolAttention:
         )  # fmt: skip
 
     def _rotate(self, x: str, heads: int) -> str:
-        return self._writer.node("RotaryEmbedding", [x, "cos", "sin", "positions"], x + ".rotated", num_heads=heads)
+        return self._writer.node(
+            "RotaryEmbedding", [x, "cos", "sin", "positions"], x + ".rotated", num_heads=heads
+        )
 
     def _remember(self, x: str, past: str, present: str, layer: int) -> str:
-        """Writes f32[T, 1, K h] into the pool and returns every token's whole context, f32[T, W * block, K h].
+        """Writes f32[T, 1, K h] into the pool; gives every token's whole context, f32[T, W * block, K h].
 
-        The pool is bound to one buffer as ``past`` and ``present``, so the scatter touches the new slots only.
+        The pool is bound to one buffer as ``past`` and ``present``, so the scatter touches the new slots
+        only.
         """
         writer, sizes = self._writer, self._sizes
-        shape = ["num_blocks", BLOCK_SIZE, sizes.num_kv_heads, sizes.head_size]
+        shape: list[int | str] = ["num_blocks", BLOCK_SIZE, sizes.num_kv_heads, sizes.head_size]
         before = writer.input(past.format(layer), TensorProto.FLOAT, shape)
         after = writer.output(present.format(layer), TensorProto.FLOAT, shape)
         update = writer.node("Reshape", [x, "shape.update"], x + ".update")

@@ -19,7 +19,8 @@ from worker.build.attention import (
 from worker.build.gguf_source import GgufSource
 from worker.build.onnx_writer import GRAPH_FILE
 
-_SEARCH_KEYS = {"temperature": ("temp", 1.0), "top_k": ("top_k", 0), "top_p": ("top_p", 1.0), "min_p": ("min_p", 0.0)}
+_NEUTRAL_SEARCH = {"do_sample": True, "num_beams": 1, "batch_size": 1, "repetition_penalty": 1.0}
+_SAMPLING_KEYS = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # ours: GGUF's
 
 
 def write_config(source: GgufSource, folder: Path) -> None:
@@ -80,6 +81,6 @@ def _eos_ids(source: GgufSource) -> list[int]:
 
 def _search(source: GgufSource) -> dict[str, Any]:
     """The model's own sampling advice where the GGUF carries it, else values that change nothing."""
-    chosen = {name: source.get(f"general.sampling.{key}", default) for name, (key, default) in _SEARCH_KEYS.items()}
-    fixed = {"do_sample": True, "num_beams": 1, "batch_size": 1, "repetition_penalty": 1.0}
-    return fixed | chosen | {"max_length": source.architecture.context_length}
+    advice = {name: source.get(f"general.sampling.{key}") for name, key in _SAMPLING_KEYS.items()}
+    given = {name: value for name, value in advice.items() if value is not None}
+    return _NEUTRAL_SEARCH | given | {"max_length": source.architecture.context_length}

@@ -77,9 +77,11 @@ class GgufSource:
         return tensor in self._tensors
 
     def matrix(self, tensor: str) -> StoredMatrix:
-        """A tensor by its GGUF name; q and k rows come in half-split rotary order. UsageError if it is missing."""
+        """A tensor by its GGUF name; q and k rows in half-split rotary order. UsageError if it is missing."""
         if tensor not in self._tensors:
-            raise UsageError(f"{self.path}: tensor '{tensor}' is missing; the file is not a complete llama model.")
+            raise UsageError(
+                f"{self.path}: tensor '{tensor}' is missing; the file is not a complete llama model."
+            )
         self._used.add(tensor)
         stored = self._tensors[tensor]
         rows = stored.data
@@ -90,7 +92,7 @@ class GgufSource:
         return StoredMatrix(rows, stored.tensor_type)
 
     def refuse_unused(self) -> None:
-        """UsageError when the file holds weights that the built graph leaves out (biases, experts, adapters)."""
+        """UsageError when the file holds weights that the built graph leaves out: biases, experts, norms."""
         unused = sorted(self._tensors.keys() - self._used)
         if unused:
             shown = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
@@ -109,11 +111,16 @@ class GgufSource:
         for key in ("llama.attention.sliding_window", "llama.expert_count"):
             if self.get(key):
                 raise UsageError(f"{self.path}: '{key}' = {self.get(key)} is not supported.")
-        hidden, heads = int(self._need("llama.embedding_length")), int(self._need("llama.attention.head_count"))
+        hidden, heads = (
+            int(self._need("llama.embedding_length")),
+            int(self._need("llama.attention.head_count")),
+        )
         head_size = int(self.get("llama.attention.key_length", hidden // heads))
         for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
             if int(self.get(key, head_size)) != head_size:
-                raise UsageError(f"{self.path}: '{key}' differs from the head size {head_size}: not supported.")
+                raise UsageError(
+                    f"{self.path}: '{key}' differs from the head size {head_size}: not supported."
+                )
         return Architecture(
             name=str(self.get("general.name", self.path.stem)),
             num_layers=int(self._need("llama.block_count")),
@@ -129,14 +136,16 @@ class GgufSource:
         )
 
     def _inverse_frequencies(self, head_size: int) -> list[float]:
-        """RoPE angles per position, base**(-2i/d) (Su et al. 2021), divided by Llama 3's factors or a linear scale."""
+        """RoPE angles per position: base**(-2i/d) (Su et al. 2021) over Llama 3's factors or a scale."""
         base = float(self.get("llama.rope.freq_base", 10000.0))
         angles = base ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
         scaling = str(self.get("llama.rope.scaling.type", "none"))
         if scaling == "linear":
             angles /= float(self._need("llama.rope.scaling.factor"))
         elif scaling != "none":
-            raise UsageError(f"{self.path}: rope scaling '{scaling}' is not supported (only none, linear, Llama 3).")
+            raise UsageError(
+                f"{self.path}: rope scaling '{scaling}' is not supported (only none, linear, Llama 3)."
+            )
         if self.has("rope_freqs.weight"):
             angles /= self.matrix("rope_freqs.weight").floats().astype(np.float64)
         return [float(angle) for angle in angles]
@@ -145,7 +154,7 @@ class GgufSource:
 def half_split_rows(num_rows: int, num_heads: int) -> NDArray[np.intp]:
     """Row order that undoes GGUF's interleaving of rotary pairs within each head, i64[num_rows].
 
-    llama.cpp's converter stores the pair (i, i + d/2) as neighbours; ONNX's RotaryEmbedding wants the halves apart.
+    llama.cpp's converter makes the pair (i, i + d/2) neighbours; ONNX's RotaryEmbedding wants halves apart.
     """
     pairs = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
     return pairs.transpose(0, 2, 1).reshape(-1)

@@ -1,7 +1,7 @@
 """The llama decoder as a graph: packed tokens in, logits of the chosen tokens out.
 
-Owns the order of layers and the names of GGUF tensors in them. How matrices are stored is ``weights``' business, where
-keys and values live is ``attention``'s.
+Owns the order of layers and the names of GGUF tensors in them. How matrices are stored is ``weights``'
+business, where keys and values live is ``attention``'s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from worker.build.weights import Weights
 class Decoder:
     """Builds one graph. Shapes: T tokens, D hidden size, F feed-forward size, n logits rows, V vocabulary."""
 
-    def __init__(self, writer: OnnxWriter, source: GgufSource, weights: Weights, attention: PoolAttention) -> None:
+    def __init__(
+        self, writer: OnnxWriter, source: GgufSource, weights: Weights, attention: PoolAttention
+    ) -> None:
         self._writer, self._source, self._weights, self._attention = writer, source, weights, attention
         self._sizes = source.architecture
 
@@ -57,7 +59,7 @@ class Decoder:
 
     def _first_norm(self, stream: str) -> str:
         return self._writer.node(
-            "SimplifiedLayerNormalization", [stream, self._norm_weight("blk.0.attn_norm.weight")], "embedded.normed",
+            "SimplifiedLayerNormalization", [stream, self._norm_weight("blk.0.attn_norm.weight")], "normed",
             axis=-1, epsilon=self._sizes.norm_epsilon, stash_type=1,
         )  # fmt: skip
 
@@ -65,8 +67,8 @@ class Decoder:
         """One fused node: the new residual stream and its RMS norm (Zhang & Sennrich 2019)."""
         normed, summed = added + ".normed", added + ".stream"
         self._writer.node(
-            "SkipSimplifiedLayerNormalization", [stream, added, self._norm_weight(tensor)], normed, "", "", summed,
-            domain="com.microsoft", epsilon=self._sizes.norm_epsilon,
+            "SkipSimplifiedLayerNormalization", [stream, added, self._norm_weight(tensor)],
+            normed, "", "", summed, domain="com.microsoft", epsilon=self._sizes.norm_epsilon,
         )  # fmt: skip
         return normed, summed
 

@@ -1,4 +1,4 @@
-"""Writes an ONNX model: nodes and small constants in model.onnx, weights appended to model.onnx.data as they come.
+"""Writes an ONNX model: nodes and small constants in model.onnx, weights in model.onnx.data as they come.
 
 Weights go to disk one by one, so a build never holds more than the tensor at hand (and not the whole model).
 Must not know what the graph computes.
@@ -52,7 +52,7 @@ class OnnxWriter:
         return name
 
     def node(self, op: str, inputs: Sequence[str], *outputs: str, domain: str = "", **attributes: Any) -> str:
-        """Adds a node and returns its first output's name; ``""`` stands for an optional input or output left out."""
+        """Adds a node, gives its first output's name; ``""`` is an optional input or output left out."""
         made = helper.make_node(op, inputs, outputs, name=f"{outputs[0]}/{op}", domain=domain, **attributes)
         self._nodes.append(made)
         return outputs[0]
@@ -62,7 +62,9 @@ class OnnxWriter:
         if name not in self._constants:
             array = np.ascontiguousarray(array)
             inline = array.nbytes <= _INLINE_BYTES
-            self._constants[name] = numpy_helper.from_array(array, name) if inline else self._append(name, array)
+            self._constants[name] = (
+                numpy_helper.from_array(array, name) if inline else self._append(name, array)
+            )
         return name
 
     def view(self, name: str, of: str, shape: Sequence[int]) -> str:
@@ -87,10 +89,12 @@ class OnnxWriter:
 
     def _append(self, name: str, array: NDArray[Any]) -> TensorProto:
         self._data.seek(-self._data.tell() % _PAGE, 1)
-        tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape)
+        tensor = TensorProto(
+            name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape
+        )
         tensor.data_location = TensorProto.EXTERNAL
         where = {"location": DATA_FILE, "offset": str(self._data.tell()), "length": str(array.nbytes)}
         for key, value in where.items():
             tensor.external_data.add(key=key, value=value)
-        self._data.write(memoryview(array).cast("B"))
+        array.tofile(self._data)
         return tensor

@@ -26,7 +26,7 @@ class Blocks:
 
     @property
     def columns(self) -> int:
-        return self.codes.shape[1] * BLOCK
+        return int(self.codes.shape[1]) * BLOCK
 
     def floats(self) -> NDArray[np.float32]:
         """The values the codes stand for, [rows, columns] f32."""
@@ -35,7 +35,7 @@ class Blocks:
 
 
 def quantize(matrix: StoredMatrix) -> Blocks:
-    """8-bit blocks of a stored matrix: exact for Q8_0, otherwise off by at most one step of (max - min) / 255."""
+    """8-bit blocks of a stored matrix: exact for Q8_0, else off by at most a step of (max - min) / 255."""
     if matrix.kind == GGMLQuantizationType.Q8_0:
         return _from_q8_0(matrix.rows)
     return quantize_floats(matrix.floats())

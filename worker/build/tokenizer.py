@@ -1,6 +1,6 @@
 """tokenizer.json and tokenizer_config.json out of GGUF metadata.
 
-Byte-level BPE only, with the pre-tokenizers listed here; any other is refused by name rather than tokenised wrongly.
+Byte-level BPE only, with the pre-tokenizers listed here; any other is refused by name, not done wrongly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 
 
 def write_tokenizer(source: GgufSource, folder: Path) -> None:
-    """Writes both files. UsageError for a tokenizer that is not byte-level BPE or whose splitting is unknown."""
+    """Writes both files. UsageError for a tokenizer that is no byte-level BPE or splits in an unknown way."""
     build_tokenizer(source).save(str(folder / "tokenizer.json"))
     text = json.dumps(tokenizer_config(source), ensure_ascii=False, indent=2)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -72,7 +72,7 @@ def build_tokenizer(source: GgufSource) -> Tokenizer:
 
 
 def tokenizer_config(source: GgufSource) -> dict[str, Any]:
-    """Special tokens as text, whether BOS is added, and the chat template (Jinja source) if the model has one."""
+    """Special tokens as text, whether BOS is added, and the chat template (Jinja) if the model has one."""
     tokens: list[str] = source.get("tokenizer.ggml.tokens")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -89,7 +89,7 @@ def tokenizer_config(source: GgufSource) -> dict[str, Any]:
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Control tokens are special (skipped when decoding); user-defined ones are plain text that never splits."""
+    """Control tokens are special (skipped when decoding); user-defined ones are text that never splits."""
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         chosen = [token for token, its in zip(tokens, kinds, strict=True) if its == kind]
         added = [AddedToken(token, special=special, normalized=False) for token in chosen]

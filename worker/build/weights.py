@@ -59,7 +59,9 @@ class Q8Weights:
     """8-bit blocks of 32; activations are rounded to 8 bits per block too (accuracy_level 4)."""
 
     _MICROSOFT = "com.microsoft"
-    _INT8_ACTIVATIONS = 4  # accuracy_level: the only one with a fast CPU kernel (20 times the speed of level 0)
+    _INT8_ACTIVATIONS = (
+        4  # accuracy_level: the only one with a fast CPU kernel (20 times the speed of level 0)
+    )
 
     def __init__(self, writer: OnnxWriter, source: GgufSource) -> None:
         self._writer, self._source = writer, source
