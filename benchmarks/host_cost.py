@@ -88,7 +88,8 @@ def measure(load: Load, num_rows: int, num_steps: int) -> Cost:
             counts.append(count)
     each = 1e6 * np.array(spent) / np.array(counts)[:, None]
     total = each.sum(axis=1)
-    return Cost(load.name, float(np.mean(counts)), *each.mean(0), float(np.median(total)), float(total.max()))
+    numbers = (np.mean(counts), *each.mean(axis=0), np.median(total), total.max())
+    return Cost(load.name, *(round(float(number), 2) for number in numbers))
 
 
 def step(scheduler: Scheduler, live: LiveBatch, max_tokens: int) -> tuple[list[float], int]:
@@ -121,7 +122,7 @@ def main() -> None:
     costs = []
     for load in LOADS:
         cost = measure(load, options.rows, options.steps)
-        costs.append(asdict(cost))
+        costs.append({**asdict(cost), "mean": cost.mean})
         print(
             f"{cost.load:38s}{cost.rows:6.0f}{cost.plan:7.2f}{cost.pack:7.2f}{cost.commit:8.2f}"
             f"{cost.mean:7.2f}{cost.median:8.2f}{cost.worst:7.2f}"
