@@ -1,0 +1,70 @@
+// The sampler's arithmetic: canonical floats, ranks, integer masses, Philox. Equal bit for bit to kernels/reference.py.
+#pragma once
+#include "device.cuh"
+
+constexpr u64 TOP_P_OFF = 1ull << 32;
+
+enum Kind { GREEDY = 0, BY_ID = 1, BY_RANK = 2 };
+enum Status { RUNNING = 0, EOS = 1, STOP = 2, LENGTH = 3, INVALID_LOGITS = 4, NO_ALLOWED_TOKEN = 5 };
+
+// packed.ROW, field by field.
+struct Row {
+  u64 seed, top_p;
+  float scale, reach, repetition, frequency, presence;
+  int kind, top_k;
+  u32 sample;
+  int min_tokens, max_tokens, ngram, penalised, masked;
+  int num_eos, num_stop, num_held, num_bias, num_prompt, length, num_seen, status, reserved;
+};
+
+DEVICE float canonical(float z) { return fabsf(z) < SMALLEST_NORMAL ? 0.0f : fminf(z, LARGEST); }
+
+DEVICE u32 key_of(float canonical_z) {
+  u32 bits = __float_as_uint(canonical_z);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+DEVICE float of_key(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
+
+// Larger ranks come first: the higher value, then the lower id.
+DEVICE u64 rank_of(float z, u32 id) { return (u64)key_of(canonical(z)) << 32 | (u32)~id; }
+DEVICE u32 id_of(u64 rank) { return ~(u32)rank; }
+
+// Octaves below the maximum in 2^-24; 63 octaves (no mass) beyond what min_p keeps. The comparison is one of
+// non-negative floats as integers, so that no denormal is flushed.
+DEVICE u32 level_of(float z, float top, const Row& row) {
+  float y = exact_mul(exact_sub(top, canonical(z)), row.scale);
+  y = (int)__float_as_uint(y) <= (int)__float_as_uint(row.reach) ? fminf(y, 63.0f) : 63.0f;
+  return (u32)__float2int_rn(y * 16777216.0f);
+}
+
+// 2^42 * 2^-octaves: reference.masses.
+DEVICE u64 mass_of(u32 level) {
+  u32 part = level << 8;
+  u32 a = 39464787u - __umulhi(4032065u, part);
+  a = 237424600u - __umulhi(a, part);
+  a = 1031531698u - __umulhi(a, part);
+  a = 2977023306u - __umulhi(a, part);
+  a = 4294966974u - __umulhi(a, part);
+  return ((u64)(a >> 1) << 11) >> (level >> 24);
+}
+
+struct Uniforms { u64 first, second; };
+
+// Philox4x32-10 with counter (index, 0, 0, sample).
+DEVICE Uniforms uniforms(u64 seed, u32 index, u32 sample) {
+  u32 c0 = index, c1 = 0, c2 = 0, c3 = sample, k0 = (u32)seed, k1 = (u32)(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    u32 h0 = __umulhi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0;
+    u32 h1 = __umulhi(0xCD9E8D57u, c2), l1 = 0xCD9E8D57u * c2;
+    c0 = h1 ^ c1 ^ k0, c1 = l1, c2 = h0 ^ c3 ^ k1, c3 = l0;
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return {(u64)c1 << 32 | c0, (u64)c3 << 32 | c2};
+}
+
+// The last entry of the nucleus is the first one whose inclusive prefix exceeds this.
+DEVICE u64 nucleus_end(u64 kept, u64 top_p) {
+  u64 limit = __umul64hi(kept, top_p << 32);
+  return limit ? limit - 1 : 0;
+}
