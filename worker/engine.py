@@ -43,8 +43,9 @@ class Load:
 class Engine:
     """Runs rows in one live batch: they join and leave at any step, and none changes another's output.
 
-    A plan needs lengths and no tokens (a Step holds none), and only ``commit`` reads what was drawn. So a
-    loop that launches step t + 1 before it has step t's tokens changes this file, not its neighbours.
+    A plan needs lengths and no tokens (a Step holds none), and only ``commit`` reads what was drawn. A loop
+    that launches step t + 1 before it has step t's tokens would split ``commit`` in two: lengths move on at
+    the launch of a step, tokens and endings are booked when they arrive.
     """
 
     def __init__(self, model: Model, sampler: Sampler, policy: Policy | None = None) -> None:
