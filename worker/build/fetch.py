@@ -24,7 +24,7 @@ CACHE = Path(".cache")
 
 
 def fetch_gguf(cache: Path = CACHE) -> Path:
-    """The default model's GGUF, checked; 93 MB to download unless ``cache`` has it. UsageError if it fails."""
+    """The default model's GGUF, checked; downloads 93 MB unless ``cache`` has it. UsageError says why not."""
     path = cache / Path(MEMBER).name
     if path.exists() and sha256(path) == SHA256:
         return path
