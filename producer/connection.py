@@ -100,7 +100,7 @@ def check_server(connection: Redis) -> list[str]:
 
     Raises StoreError for settings under which accepted rows vanish or RQ cannot work.
     """
-    info: dict[str, Any] = connection.info("all")
+    info: dict[str, Any] = connection.info()
     policy = str(info.get("maxmemory_policy", "noeviction"))
     if policy.startswith("allkeys"):
         raise StoreError(

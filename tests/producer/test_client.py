@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 from rq.job import Job, JobStatus
-from rq.registry import CanceledJobRegistry
+from rq.registry import CanceledJobRegistry, StartedJobRegistry
 from tiny_worker import TinyWorker, codes, ids, rows, write
 
 from producer import Client as PublicClient
@@ -27,8 +27,9 @@ from producer.embedded import EmbeddedRedis
 from producer.errors import UsageError
 from producer.jsonl import BadRow
 from producer.store import COMMANDS, Serializer, Store, ids_key
+from producer.sweep import Sweeper
 from producer.validation import BadLinesError
-from producer.wire import Request
+from producer.wire import Failure, Request, Result
 
 pytestmark = pytest.mark.redis
 
@@ -107,19 +108,20 @@ def test_follow_ends_with_the_batch(client: Client, worker: TinyWorker, submit: 
 def test_follow_waits_for_a_producer_that_is_still_queueing(
     client: Client, worker: TinyWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows so far have ended, but the batch is open: not the end."""
+    """All rows so far have ended, but the batch is open: an empty page, not the end."""
     monkeypatch.setattr(enqueue, "CHUNK_ROWS", 10)
     path = write(tmp_path / "a.jsonl", rows(30))
-    reader = client.results("m", follow=True)
+    pages = client.pages("m", follow=True)
     arrived: list[str] = []
 
-    def drain(progress: Progress) -> None:
+    def drain(_: Progress) -> None:
         worker.run()
-        arrived.extend(next(reader).custom_id for _ in range(10))
+        while results := next(pages).results:
+            arrived.extend(ids(results))
 
     client.submit([path], batch_id="m", on_progress=drain)
     assert arrived == [f"r{n}" for n in range(30)]
-    assert list(reader) == []
+    assert [page.results for page in pages] == [[]]
 
 
 def test_follow_survives_a_restart_of_redis(tmp_path: Path) -> None:
@@ -364,6 +366,41 @@ def test_a_cancelled_batch_ends_though_its_worker_died(
     worker.claim(2, lease_seconds=-10)
     client.cancel("m")
     assert set(codes(client.results("m", follow=True)).values()) == {"batch_cancelled"}
+
+
+def test_a_cancelled_row_that_comes_back_to_the_queue_ends_without_a_worker(
+    client: Client, worker: TinyWorker, submit: Callable[..., Batch]
+) -> None:
+    """It ran when the batch was cancelled, its worker died, RQ's cleanup put it back, nobody claims it."""
+    submit(*rows(3))
+    worker.claim(2)
+    client.cancel("m")
+    registry = StartedJobRegistry("livebatch", connection=worker.connection, serializer=Serializer)
+    registry.cleanup(timestamp=2**40)
+    assert len(worker.queue.job_ids) == 3
+    assert set(codes(client.results("m", follow=True)).values()) == {"batch_cancelled"}
+
+
+def test_a_row_that_is_claimed_during_a_cancel_is_left_to_its_worker(
+    client: Client, worker: TinyWorker, submit: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen waiting, claimed before it could be ended: it runs, and its worker will hear of the cancel."""
+    submit(*rows(3))
+    live: list[Request] = []
+    real = Sweeper._result
+
+    def claim_first(sweeper: Sweeper, job_id: str, custom_id: str, failure: Failure) -> Result:
+        live.extend(worker.claim(1) if not live else [])
+        return real(sweeper, job_id, custom_id, failure)
+
+    monkeypatch.setattr(Sweeper, "_result", claim_first)
+    assert client.cancel("m").waiting == 1
+    worker.complete(live)
+    assert codes(client.results("m", follow=True)) == {
+        "r0": None,
+        "r1": "batch_cancelled",
+        "r2": "batch_cancelled",
+    }
 
 
 def test_a_running_row_that_ends_during_a_cancel_keeps_its_result(

@@ -142,7 +142,7 @@ def test_another_producer_within_the_transaction(
 
 
 def test_another_use_of_a_custom_id_within_the_transaction(
-    redis_url: str, client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", rows(2))
     in_the_window(monkeypatch, lambda: connection.hset(ids_key("m"), "r1", "0-99"))
@@ -151,19 +151,19 @@ def test_another_use_of_a_custom_id_within_the_transaction(
 
 
 def test_a_cancel_within_the_transaction(
-    redis_url: str, client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is queued behind a cancel's back; rows queued before it are cancelled."""
+    """Nothing is queued behind a cancel's back; those queued before are cancelled, but for a running one."""
     path = write(tmp_path / "a.jsonl", rows(35))
 
     def cancel_in_second_chunk(progress: Progress) -> None:
-        if progress.rows == 10:
-            in_the_window(monkeypatch, lambda: Client(redis_url).cancel("m"))
+        TinyWorker(connection).claim(1)
+        in_the_window(monkeypatch, lambda: Client(client.url).cancel("m"))
 
     with pytest.raises(UsageError, match="was cancelled"):
         client.submit([path], batch_id="m", on_progress=cancel_in_second_chunk)
     status = client.status("m")
-    assert (status.state, status.rows, status.cancelled) == ("cancelled", 10, 10)
+    assert (status.state, status.rows, status.cancelled) == ("cancelled", 10, 9)
     with pytest.raises(UsageError, match="was cancelled"):
         client.submit([path], batch_id="m")
 
@@ -287,17 +287,13 @@ def test_progress_follows_the_file(client: Client, tmp_path: Path) -> None:
     assert seen[-1][2] == 1.0
 
 
-@pytest.mark.parametrize("sees_it_coming", [True, False])
+@pytest.mark.parametrize("filled", [0.9, 1.1])
 def test_a_full_redis_is_waited_for(
-    redis_url: str,
-    connection: redis.Redis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sees_it_coming: bool,
+    client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: float
 ) -> None:
-    """Held back before the limit, and where memory fills up between look and transaction, at it."""
+    """Held back before the limit; and at it, where memory fills up between the look and the transaction."""
     monkeypatch.setattr(enqueue, "HOLD_SECONDS", 0.01)
-    if not sees_it_coming:
+    if filled > 1:
         monkeypatch.setattr(enqueue, "memory_used", lambda _: 0.0)
     path = write(tmp_path / "a.jsonl", rows(30))
     held: list[int] = []
@@ -307,12 +303,11 @@ def test_a_full_redis_is_waited_for(
             held.append(progress.rows)
             connection.delete("filler")
         elif progress.rows == 10:
-            limit = connection.info("memory")["used_memory"] + 20_000_000
-            connection.set("filler", b"x" * 30_000_000)
-            connection.config_set("maxmemory", limit)
+            connection.set("filler", b"x" * int(filled * 30_000_000))
+            connection.config_set("maxmemory", 30_000_000)
 
     try:
-        batch = Client(redis_url).submit([path], batch_id="m", on_progress=make_room)
+        batch = client.submit([path], batch_id="m", on_progress=make_room)
     finally:
         connection.config_set("maxmemory", 0)
     assert batch.queued == 30
