@@ -53,6 +53,12 @@ def test_white_space_of_more_than_a_space_is_not_cut() -> None:
     assert encoder.check("a ½  34 \n\n d") == ["a", " ½  34 \n\n d"]
 
 
+def test_a_text_that_ends_in_white_space() -> None:
+    encoder = Counted()
+    assert sorted(encoder.check("a b b c\n")) == [" b", " c\n", "a"]
+    assert encoder.check("a b c\n") == []
+
+
 @pytest.mark.parametrize("text", ["", " ", "a", " a", "a ", "a  ", "  a", "a \n", "a\u00a0 b", "\x1c \x1d a"])
 def test_edges(text: str) -> None:
     Counted().check(text)
