@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, filterfalse
+from itertools import accumulate, chain, filterfalse
 
 from worker.vocabulary import Description, parts
 
@@ -62,7 +62,7 @@ class WordEncoder:
 
     def _segment(self, text: str) -> list[int]:
         first, *later = WORD_SPACE.split(text)
-        if unknown := set(filterfalse(self._later.__contains__, later)):
+        if unknown := dict.fromkeys(filterfalse(self._later.__contains__, later)):
             self._learn(unknown)
         return [*self._first[first], *chain.from_iterable(map(self._later.__getitem__, later))]
 
@@ -71,14 +71,16 @@ class WordEncoder:
         words = [word for word in unknown if len(word) <= CACHED_LENGTH and not word[-1].isspace()]
         if len(words) < 2:  # a word alone is encoded when it is looked up
             return
-        ids = self._encode("".join([" " + word for word in words]))
-        learned, start = {}, 0
+        text = "".join([" " + word for word in words])
+        ids = self._encode(text)
+        pieces = [self._written[token_id] for token_id in ids]
+        if b"".join(pieces) != text.encode():  # the normalizer changes it: let each word be encoded alone
+            return
+        tokens_before = {size: count for count, size in enumerate(accumulate(map(len, pieces)), 1)}
+        learned, start, size = {}, 0, 0
         for word in words:
-            end, wanted, found = start, b" " + word.encode(), b""
-            while len(found) < len(wanted) and end < len(ids):
-                found += self._written[ids[end]]
-                end += 1
-            if found != wanted:  # the normalizer changes this text: let each word be encoded alone
+            size += 1 + len(word.encode())
+            if (end := tokens_before.get(size)) is None:  # a token reaches into the next word
                 return
             learned[word] = ids[start:end]
             start = end

@@ -125,7 +125,9 @@ class TestStructure:
         assert not self.promises(library)
 
 
-def test_the_trial_finds_out_what_reaches_across_spaces_all_the_same(tmp_path: Path) -> None:
+@pytest.fixture
+def reaching() -> tokenizers.Tokenizer:
+    """Its structure promises words apart, but it has a token across a space."""
     library = tiny_text.byte_level()
     library.model = tokenizers.models.BPE(
         vocab={token: i for i, token in enumerate([*tiny_text.CONTROL, *tiny_text.ALPHABET, "sĠ"])},
@@ -136,5 +138,15 @@ def test_the_trial_finds_out_what_reaches_across_spaces_all_the_same(tmp_path: P
         [by_letters, pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     assert encodes_words_apart(json.loads(library.to_str()))
-    tokenizer = Tokenizer.load(tiny_text.write_folder(tmp_path / "m", library))
-    assert tokenizer.encode("is it") == library.encode("is it").ids
+    return library
+
+
+def test_a_token_across_a_space_is_no_words(reaching: tokenizers.Tokenizer) -> None:
+    encoder = Counted(reaching)
+    alone = [reaching.encode(word).ids for word in ("a", " is", " it")]
+    assert encoder.by_words("a is it") == [token for ids in alone for token in ids]
+
+
+def test_the_trial_finds_such_tokenizers_out(reaching: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_text.write_folder(tmp_path / "m", reaching))
+    assert tokenizer.encode("is it") == reaching.encode("is it").ids
