@@ -7,8 +7,10 @@ that uses it: `producer --help` starts without them.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -40,6 +42,7 @@ class InterruptedHereError(LivebatchError):
     """Ctrl-C; the message says how to come back."""
 
 
+NO_WORKER_SECONDS = 10.0  # of following a batch, then we look whether anybody is there to serve it
 CTRL_C = 130  # Typer's own exit code for it, where no command had anything to add
 
 app = typer.Typer(
@@ -341,9 +344,16 @@ def _check_submit_flags(wait: bool, out: Path | None, errors: Path | None, as_js
 def _follow(
     client: Client, batch_id: str, sink: ResultFile | _Stdout, show: Display, *, follow: bool, ordered: bool
 ) -> None:
+    look_for_workers_at = time.monotonic() + NO_WORKER_SECONDS
     for page in client.pages(batch_id, follow=follow, ordered=ordered, cursor=sink.cursor):
         sink.write(page.results, page.cursor)
         show.running(page.status)
+        if page.status.waiting and time.monotonic() > look_for_workers_at:
+            look_for_workers_at = math.inf
+            if not client.workers():
+                _say(
+                    f"no worker is live: start one with `worker run --model DIR --queue {page.status.queue}`"
+                )
 
 
 def _finish(status: BatchStatus, as_json: bool = False) -> NoReturn:

@@ -18,6 +18,7 @@ import redis
 from tiny_worker import TinyWorker, rows, write
 
 from producer import cli, completions, enqueue
+from producer.batch import WorkerReport
 from producer.client import Client
 
 pytestmark = pytest.mark.redis
@@ -272,6 +273,31 @@ def test_ctrl_c_while_waiting_leaves_the_batch_running(run: Run, worker: TinyWor
     assert worker.run() == 3
     assert run("results", "m", "--follow", "-o", "out.jsonl") == 0
     assert result_ids("out.jsonl") == ["r0", "r1", "r2"]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_batch_without_workers_says_so_once(
+    run: Run,
+    worker: TinyWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    live: bool,
+) -> None:
+    def look(_: Client) -> list[WorkerReport]:
+        worker.complete(worker.claim(2))  # the batch goes on meanwhile
+        return [WorkerReport("w", {})] if live else []
+
+    write(Path("in.jsonl"), rows(5))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    monkeypatch.setattr(cli, "NO_WORKER_SECONDS", -1.0)
+    monkeypatch.setattr(Client, "workers", look)
+    with monkeypatch.context() as patch:
+        patch.setattr("producer.progress.Lines.running", lambda _, status: status.ended and worker.run())
+        assert run("results", "m", "--follow", "-o", "out.jsonl") == 0
+    said = capsys.readouterr().err
+    assert said.count("no worker is live: start one with `worker run --model DIR --queue livebatch`") == (
+        not live
+    )
 
 
 def test_ctrl_c_while_queueing_says_how_to_queue_the_rest(
