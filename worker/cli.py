@@ -50,6 +50,41 @@ DeviceOption = Annotated[str, typer.Option(envvar="LIVEBATCH_DEVICE", help="cpu 
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="LIVEBATCH_THREADS", help="Of the model on CPU. Default: all cores.")
 ]
+QueueOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME[=WEIGHT]",
+        envvar="LIVEBATCH_QUEUE",
+        help="Queue to serve; again for more. Each gets its weight's share.  [default: livebatch]",
+    ),
+]
+MaxBatchOption = Annotated[
+    int, typer.Option(envvar="LIVEBATCH_MAX_BATCH", help="Most rows in the live batch.")
+]
+KvMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", envvar="LIVEBATCH_KV_MEMORY", help="For keys and values, such as 512M or 2G."
+    ),
+]
+GraceOption = Annotated[
+    float, typer.Option(metavar="SECONDS", envvar="LIVEBATCH_GRACE", help="On SIGTERM, for rows to end.")
+]
+DefaultsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="openai|model",
+        envvar="LIVEBATCH_SAMPLING_DEFAULTS",
+        help="Whose values rows get where they give none.",
+    ),
+]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        envvar="LIVEBATCH_MAX_TOKENS_DEFAULT",
+        help="Most output of a row that names no max_tokens. Default: what its context leaves.",
+    ),
+]
 DEFAULT_URL = "redis://127.0.0.1:6379"
 
 
@@ -70,45 +105,16 @@ def about() -> None:
 @app.command()
 def run(  # noqa: PLR0917 - Typer passes by name
     model: ModelOption,
-    queue: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=WEIGHT]",
-            envvar="LIVEBATCH_QUEUE",
-            help="Queue to serve; again for more. Each gets its weight's share.  [default: livebatch]",
-        ),
-    ] = None,
+    queue: QueueOption = None,
     redis: RedisOption = DEFAULT_URL,
     device: DeviceOption = "cpu",
-    max_batch: Annotated[
-        int, typer.Option(envvar="LIVEBATCH_MAX_BATCH", help="Most rows in the live batch.")
-    ] = 32,
+    max_batch: MaxBatchOption = 32,
     threads: ThreadsOption = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", envvar="LIVEBATCH_KV_MEMORY", help="For keys and values, such as 512M or 2G."
-        ),
-    ] = None,
+    kv_memory: KvMemoryOption = None,
     burst: Annotated[bool, typer.Option("--burst", help="End when the queues are empty.")] = False,
-    grace: Annotated[
-        float, typer.Option(metavar="SECONDS", envvar="LIVEBATCH_GRACE", help="On SIGTERM, for rows to end.")
-    ] = 30.0,
-    sampling_defaults: Annotated[
-        str,
-        typer.Option(
-            metavar="openai|model",
-            envvar="LIVEBATCH_SAMPLING_DEFAULTS",
-            help="Whose values rows get where they give none.",
-        ),
-    ] = "openai",
-    max_tokens_default: Annotated[
-        int | None,
-        typer.Option(
-            envvar="LIVEBATCH_MAX_TOKENS_DEFAULT",
-            help="Most output of a row that names no max_tokens. Default: what its context leaves.",
-        ),
-    ] = None,
+    grace: GraceOption = 30.0,
+    sampling_defaults: DefaultsOption = "openai",
+    max_tokens_default: MaxTokensOption = None,
 ) -> None:
     """Work until SIGTERM or Ctrl-C: rows then get their grace, the rest goes back to the front of its queue.
 

@@ -7,44 +7,39 @@ is desk.py's, the rows in hand are hand.py's, text is rows.py's, the engine's pr
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from rq.worker.base import WorkerStatus
 
 from kernels.rows import Status
-from producer.errors import LivebatchError, RowError, StoreError, UsageError
-from producer.wire import Failure, Request, Result
-from worker import claims
-from worker.desk import Connect, Desk, batch_of
+from producer.errors import LivebatchError, StoreError, UsageError
+from producer.wire import Failure, Result
+from worker.desk import Connect, Desk
 from worker.events import Cancel, Died, Event, Outputs, Post, Ready, Stop, Wake
 from worker.finish import ending
 from worker.hand import Hand, Held
+from worker.intake import CANCELLED, Intake, failed
 from worker.leases import Claim
 from worker.link import Link
 from worker.listeners import BLOCK_SECONDS, Commands, Listener, Waiter
 from worker.maintenance import Maintenance
 from worker.meter import Meter
+from worker.rows import RowPreparer
 from worker.settings import Settings
 
 if TYPE_CHECKING:
-    from worker.rows import RowPreparer
     from worker.sequence import Output, Row
 
 log = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.01  # results of so long go into one transaction: a row then costs 0.2 ms instead of 1
-PREPARE_SECONDS = 0.05  # of tokenising, before leases, results and signals are looked at again
+SORT_SECONDS = 0.05  # of checking and tokenising, before leases, results and signals are looked at again
 REPORT_SECONDS = 1.0
 MAX_FAILED_STARTS = 3  # in a row, of an engine that had run before
 
-CANCELLED = Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
 LOST = Failure.of("worker_lost", "the engine died whenever this row ran, and also when it ran alone")
 
 
@@ -68,14 +63,13 @@ class Service:
     ) -> None:
         queues = [queue.name for queue in settings.queues]
         self._settings = settings
-        self._preparer = preparer
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._engine = make_engine(self._inbox.put)
         self._desk = Desk(settings, connect)
         self._link = Link("worker")
         self._hand = Hand()
-        self._taken: deque[Claim] = deque()  # claimed, not looked at yet
-        self._meter = Meter()
+        self._intake = Intake(preparer)
+        self._meter = Meter(settings)
         patient = 2 * BLOCK_SECONDS + 1
         self._waiters = [Waiter(queue, connect(patient), self._inbox.put) for queue in queues]
         self._threads: list[Listener | Maintenance] = [
@@ -84,7 +78,6 @@ class Service:
             Maintenance(queues, connect(patient), settings.maintenance_seconds, settings.lease_seconds),
         ]
         self._is_open = False
-        self._number = 0  # of the last row taken
         self._is_ready = False  # the engine takes rows
         self._failed_starts = 0
         self._is_dry = False  # all queues were empty when last asked
@@ -108,7 +101,10 @@ class Service:
                 while not self._is_done():
                     self._turn()
         finally:
-            self._close()
+            try:
+                self._close()
+            finally:
+                self._engine.stop()
 
     def _await_engine(self) -> bool:
         """Whether there is an engine to work with. False: somebody asked us to stop first."""
@@ -133,12 +129,11 @@ class Service:
         log.info("worker %s takes up to %d rows from %s", self._settings.name, self._settings.room, queues)
 
     def _close(self) -> None:
-        self._engine.stop()
         for thread in self._threads:
             thread.stop()
         if not self._is_open:
             return
-        leases = [held.claim.lease for held in self._hand] + [claim.lease for claim in self._taken]
+        leases = [held.claim.lease for held in self._hand] + self._intake.leases
         endings = len(self._desk.endings)
         self._link = Link("worker")
         with self._link:
@@ -155,18 +150,18 @@ class Service:
     def _is_done(self) -> bool:
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
             return True
-        if self._hand or self._taken or self._desk.endings:
+        if self._hand or self._intake or self._desk.endings:
             return False
-        return self._stop_at is not None or (self._settings.burst and self._is_dry)
+        is_idle = self._is_dry or self._is_suspended
+        return self._stop_at is not None or (self._settings.burst and is_idle)
 
     def _turn(self) -> None:
         for event in self._events():
             self._handle(event)
         for held in self._hand.late():
-            self._evict(
-                held, Failure.of("timeout", f"the row took longer than its {held.request.timeout_s:g} s")
-            )
-        self._prepare()
+            reason = f"the row took longer than its {held.request.timeout_s:g} s"
+            self._evict(held, Failure.of("timeout", reason))
+        self._sort()
         self._feed()
         if self._link.is_due:
             with self._link:
@@ -182,7 +177,7 @@ class Service:
             return
 
     def _next_moment(self) -> float:
-        if self._taken:
+        if self._intake:
             return 0.0
         moments = [self._beat_at, self._report_at, self._hand.next_deadline]
         if self._desk.endings:
@@ -210,7 +205,7 @@ class Service:
 
     @property
     def _room(self) -> int:
-        return self._settings.room - len(self._hand) - len(self._taken) - len(self._desk.endings)
+        return self._settings.room - len(self._hand) - len(self._intake) - len(self._desk.endings)
 
     def _may_claim(self) -> bool:
         """Several rows at a time: one by one, a claim would cost each row a millisecond."""
@@ -225,36 +220,13 @@ class Service:
             self._is_dry = True
             for waiter in self._waiters:
                 waiter.arm()
-        for claim in claimed:
-            if not claim.is_started:
-                continue
-            if batch_of(claim.lease) in cancelled:
-                self._end(claim, claims.failed(claim.lease.job_id, claim.lease.job_id, CANCELLED))
-            else:
-                self._taken.append(claim)
+        self._intake.take(claimed, cancelled)
 
-    def _prepare(self) -> None:
-        """Check and tokenise what was claimed, for a moment."""
-        until, arrived = time.monotonic() + PREPARE_SECONDS, []
-        while self._taken and time.monotonic() < until:
-            claim = self._taken.popleft()
-            match claims.read(claim):
-                case Request() as request:
-                    if (held := self._tokenise(claim, request)) is not None:
-                        arrived.append(held)
-                case Result() as refused:
-                    self._end(claim, refused)
-        self._hand.take(arrived)
-
-    def _tokenise(self, claim: Claim, request: Request) -> Held | None:
-        self._number += 1
-        try:
-            prepared = self._preparer.prepare(request, self._number)
-        except RowError as error:
-            failure = Failure.from_error(error)
-            self._end(claim, claims.failed(request.custom_id, request.job_id, failure))
-            return None
-        return Held(claim, request, prepared, deaths=int(claim.deaths) if claim.deaths.isdigit() else 0)
+    def _sort(self) -> None:
+        found = self._intake.sort(SORT_SECONDS)
+        for claim, result in found.ended:
+            self._end(claim, result)
+        self._hand.take(found.rows)
 
     def _feed(self) -> None:
         if self._is_ready:
@@ -286,17 +258,27 @@ class Service:
         held = self._hand.get(output.id)
         if held is None:
             return  # it ended before: cancelled, late, lost, or at a stop string
-        if held.prepared.feed(output):
+        if (result := self._listen(held, output)) is not None:
+            self._hand.drop(held)
+            self._end(held.claim, result)
+
+    def _listen(self, held: Held, output: Output) -> Result | None:
+        """The row's result, if this was its end."""
+        try:
+            if held.prepared.feed(output):
+                self._cancels.append(output.id)
+            elif output.status == Status.RUNNING:
+                return None
+            return held.prepared.result(output.status)
+        except Exception as error:  # our bug, but it shall cost one row and not its neighbours
+            log.exception("the end of row %s cannot be told", held.request.job_id)
             self._cancels.append(output.id)
-        elif output.status == Status.RUNNING:
-            return
-        self._hand.drop(held)
-        self._end(held.claim, held.prepared.result(output.status))
+            return failed(held.request, Failure.of("internal_error", f"{type(error).__name__}: {error}"))
 
     def _evict(self, held: Held, failure: Failure) -> None:
         """End a row that may be running."""
         self._forget(held)
-        self._end(held.claim, claims.failed(held.request.custom_id, held.request.job_id, failure))
+        self._end(held.claim, failed(held.request, failure))
 
     def _forget(self, held: Held) -> None:
         self._hand.drop(held)
@@ -307,6 +289,8 @@ class Service:
         self._desk.endings.append(ending(claim, result))
 
     def _cancel(self, batch_id: str, job_id: str | None) -> None:
+        if job_id is None:
+            self._intake.take((), {batch_id})
         doomed = [
             held
             for held in self._hand
@@ -321,12 +305,12 @@ class Service:
 
     def _beat(self) -> None:
         """Renew every lease; find out what we missed while Redis was away."""
-        leases = [held.claim.lease for held in self._hand] + [claim.lease for claim in self._taken]
+        leases = [held.claim.lease for held in self._hand] + self._intake.leases
         lost = set(self._desk.renew(leases))
         self._beat_at = time.monotonic() + self._settings.beat_seconds
         if lost:
             log.warning("%d rows are no longer ours: cancelled, deleted or run elsewhere", len(lost))
-            self._taken = deque(claim for claim in self._taken if claim.lease not in lost)
+            self._intake.lose(lost)
             for held in self._hand:
                 if held.claim.lease in lost:
                     self._forget(held)
@@ -337,18 +321,7 @@ class Service:
         state = WorkerStatus.BUSY if self._hand else WorkerStatus.IDLE
         if self._is_suspended:
             state = WorkerStatus.SUSPENDED
-        load = self._meter.load
-        live = load.live if load and self._hand else 0
-        fields = {
-            "host": socket.gethostname(),
-            "pid": str(os.getpid()),
-            "model": Path(self._settings.engine.model).name,
-            "queues": ",".join(queue.name for queue in self._settings.queues),
-            "live": f"{live}/{self._settings.engine.max_batch}",
-            "waiting": str(max(0, len(self._hand) - live)),
-            "tokens_per_second": f"{self._meter.tokens_per_second():.1f}",
-        }
-        self._is_suspended = self._desk.report(state, fields)
+        self._is_suspended = self._desk.report(state, self._meter.fields(len(self._hand)))
         self._report_at = time.monotonic() + REPORT_SECONDS
 
     def _stop(self, why: str) -> None:
@@ -372,7 +345,7 @@ class Service:
         were_in, guilty = self._hand.engine_died()
         log.error("the engine died (%s) with %d rows; they run again", died.error or died.how, len(were_in))
         for held in were_in:
-            held.prepared = self._preparer.prepare(held.request, held.number)
+            self._intake.again(held)
             self._desk.deaths[held.claim.lease] = held.deaths
         if guilty is not None:
             log.error("row %s kills the engine and fails alone", guilty.request.job_id)
