@@ -15,10 +15,13 @@ from rq.worker import Worker as RqWorker
 from rq_rows import counts, enqueue, fetch, log, request, returned, status, wait_until
 from service_fakes import Worker, run_burst, worker
 
+from kernels.rows import Status
 from producer.embedded import EmbeddedRedis
 from producer.errors import LivebatchError, UsageError
 from producer.store import COMMANDS, Serializer, Store
+from producer.wire import Request, Result
 from worker.events import Died
+from worker.rows import PreparedRow, RowPreparer
 
 pytestmark = pytest.mark.redis
 
@@ -155,6 +158,32 @@ def test_a_stop_string_ends_a_row_and_frees_its_place(redis_url: str, connection
             "stop_reason": "END",
         }
         wait_until(lambda: made.engine.cancelled == [number])
+
+
+def test_our_own_bug_costs_one_row(
+    redis_url: str, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row breaks the tokeniser, one breaks its result; the worker and their neighbour live."""
+    prepare, result = RowPreparer.prepare, PreparedRow.result
+
+    def broken_prepare(self: RowPreparer, row: Request, number: int) -> PreparedRow:
+        assert row.line != 1, "a bug"
+        return prepare(self, row, number)
+
+    def broken_result(self: PreparedRow, status: Status) -> Result:
+        if self.request.line == 2:
+            raise KeyError("another bug")
+        return result(self, status)
+
+    monkeypatch.setattr(RowPreparer, "prepare", broken_prepare)
+    monkeypatch.setattr(PreparedRow, "result", broken_result)
+    enqueue(connection, [request(number) for number in (1, 2, 3)])
+    run_burst(redis_url)
+    assert counts(connection) == {"completed": 1, "failed": 2}
+    for job_id in ("b-0-1", "b-0-2"):
+        entry = log(connection)[job_id]
+        assert entry is not None and entry.failure is not None
+        assert (entry.failure.code, "bug" in entry.failure.message) == ("internal_error", True)
 
 
 # -- cancelling

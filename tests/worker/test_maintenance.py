@@ -1,0 +1,184 @@
+"""Upkeep and listening against a real Redis: what is cleaned, what is heard, and what an outage changes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import pytest
+import redis
+from rq import Queue
+from rq.job import Job
+from rq_rows import enqueue, fetch, request, status, wait_until
+
+from producer.embedded import EmbeddedRedis
+from producer.store import COMMANDS, Serializer
+from worker.compose import connector
+from worker.events import Cancel, Event, Stop, Wake
+from worker.leases import Leases
+from worker.link import Link
+from worker.listeners import Commands, Listener, Waiter, parse
+from worker.maintenance import Maintenance, clean
+from worker.rq_classes import SafeJob, safe_queue
+
+pytestmark = pytest.mark.redis
+
+
+@contextmanager
+def running(thread: Listener | Maintenance) -> Iterator[None]:
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_registries_lose_what_is_over(connection: redis.Redis) -> None:
+    connection.zadd("rq:finished:q", {"old": 1, "new": time.time() + 100})
+    connection.zadd("rq:failed:q", {"old": 1, "new": time.time() + 100})
+    connection.zadd("rq:canceled:q", {"old": 1, "new": time.time()})
+    connection.sadd("rq:workers:q", "rq:worker:gone")
+    connection.sadd("rq:workers", "rq:worker:gone")
+    clean(safe_queue("q", connection))
+    for name in ("finished", "failed", "canceled"):
+        assert connection.zrange(f"rq:{name}:q", 0, -1) == [b"new"]
+    assert not connection.exists("rq:workers")
+
+
+def test_dependents_in_limbo_are_queued_whole(connection: redis.Redis) -> None:
+    """Saved through SafeJob, a job keeps its payload though nobody unpacked it."""
+    line = Queue("q", connection=connection, serializer=Serializer)
+    job = line.enqueue("some.function", "argument", job_id="child")
+    connection.delete("rq:queue:q")
+    connection.hset(job.key, "status", "ready_to_enqueue")
+    connection.zadd("rq:ready:q", {"child": 1})
+    clean(safe_queue("q", connection))
+    assert line.job_ids == ["child"]
+    assert fetch(connection, "child").args == ["argument"]
+
+
+def test_a_safe_job_holds_nothing_that_could_run(connection: redis.Redis) -> None:
+    line = Queue("q", connection=connection, serializer=Serializer)
+    job = line.enqueue("os.system", "true")
+    names = {f"{kind}_callback_name": "os.system" for kind in ("success", "failure", "stopped")}
+    bomb = zlib.compress(b" " * 10_000_000)
+    connection.hset(job.key, mapping={**names, "exc_info": bomb, "webhooks": '[{"url": "http://h"}]'})
+    safe = SafeJob.fetch(job.id, connection=connection, serializer=Serializer)
+    assert (safe.func, safe.success_callback, safe.failure_callback, safe.stopped_callback) == (None,) * 4
+    assert safe.webhooks == []
+    assert safe._exc_info is None
+    safe.save()
+    assert Job.fetch(job.id, connection=connection, serializer=Serializer).func_name == "os.system"
+
+
+def test_the_thread_puts_rows_of_the_dead_back(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1), request(2)])
+    Leases(connection, "dead", 0.05, 1 << 20).claim(2, [("q", 2)])
+    with running(Maintenance(["q"], connector(redis_url)(5.0), 0.02, 10.0)):
+        wait_until(lambda: status(connection, "b-0-1") == "queued")
+    assert connection.lrange("rq:queue:q", 0, -1) == [b"b-0-1", b"b-0-2"]
+
+
+def test_after_an_outage_owners_get_time_to_renew() -> None:
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as connection:
+        enqueue(connection, [request(1)])
+        owner = Leases(connection, "owner", 0.5, 1 << 20)
+        (claim,) = owner.claim(1, [("q", 1)])
+        upkeep = Maintenance(["q"], connector(server.url)(5.0), 0.02, patience_seconds=1.0)
+        with running(upkeep):
+            server.kill()
+            wait_until(lambda: upkeep._link.is_away)
+            server.start()
+            wait_until(lambda: not upkeep._link.is_away)
+            assert owner.renew([claim.lease]) == [], "the owner came first"
+            wait_until(lambda: status(connection, "b-0-1") == "queued")  # and then never renewed again
+
+
+def test_a_waiter_takes_nothing_and_wakes_once(redis_url: str, connection: redis.Redis) -> None:
+    events: SimpleQueue[Event] = SimpleQueue()
+    waiters = [Waiter("q", connector(redis_url)(5.0), events.put) for _ in range(2)]
+    with running(waiters[0]), running(waiters[1]):
+        for waiter in waiters:
+            waiter.arm()
+        wait_until(lambda: connection.info("clients")["blocked_clients"] == 2)
+        enqueue(connection, [request(1), request(2)])
+        assert [events.get(timeout=5), events.get(timeout=5)] == [Wake("q")] * 2
+        assert connection.lrange("rq:queue:q", 0, -1) == [b"b-0-1", b"b-0-2"]
+        waiters[0].arm()
+        assert events.get(timeout=5) == Wake("q"), "rows that are there already wake at once"
+    assert events.empty()
+
+
+def test_commands_are_heard_also_after_an_outage() -> None:
+    events: SimpleQueue[Event] = SimpleQueue()
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as connection:
+
+        def cancel() -> bool:
+            return bool(connection.publish(COMMANDS, '{"command":"cancel","batch":"b"}'))
+
+        with running(Commands("w", connector(server.url)(5.0), events.put)):
+            wait_until(cancel)
+            assert events.get(timeout=5) == Cancel("b")
+            server.kill()
+            server.start()
+            wait_until(cancel)
+            assert events.get(timeout=5) == Cancel("b")
+
+
+@pytest.mark.parametrize(
+    ("message", "event"),
+    [
+        ({"command": "cancel", "batch": "b"}, Cancel("b")),
+        ({"command": "stop-job", "job_id": "b-1-2"}, Cancel("b", "b-1-2")),
+        ({"command": "stop-execution", "job_id": "b-1-2", "execution_id": "e"}, Cancel("b", "b-1-2")),
+        ({"command": "shutdown"}, Stop("rq's shutdown command")),
+        ({"command": "stop-job", "job_id": "stranger"}, None),
+        ({"command": "kill-horse"}, None),
+        ({"command": "cancel"}, None),
+        (["cancel"], None),
+        ("text", None),
+    ],
+)
+def test_what_a_command_means(message: object, event: Event | None) -> None:
+    assert parse(json.dumps(message).encode()) == event
+
+
+def test_nonsense_is_no_command() -> None:
+    assert parse(b"\xff{") is None
+    assert parse(b"[" * 100_000) is None
+
+
+def test_a_link_swallows_only_what_redis_does(caplog: pytest.LogCaptureFixture) -> None:
+    link = Link("me")
+    assert link.is_due
+    for _ in range(3):
+        with link:
+            raise redis.exceptions.ConnectionError("refused")
+    assert link.is_away
+    assert not link.is_due
+    assert link.again > time.monotonic()
+    with pytest.raises(ZeroDivisionError), link:
+        _ = 1 / 0
+    assert link.is_away, "another error says nothing about Redis"
+    with link:
+        pass
+    assert not link.is_away
+    assert link.is_due
+    away, back = (record.getMessage() for record in caplog.records)
+    assert away.startswith("me: Redis does not serve us (refused)")
+    assert back.startswith("me: Redis is back after")
+
+
+def test_threads_end_when_asked(redis_url: str) -> None:
+    connect = connector(redis_url)
+    before = threading.active_count()
+    with running(Waiter("q", connect(5.0), print)), running(Commands("w", connect(5.0), print)):
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
