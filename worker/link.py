@@ -59,6 +59,6 @@ class Link:
         now = time.monotonic()
         if self._away_since is None:
             self._away_since = now
-            log.warning("%s: Redis does not serve us (%s); trying on until it does", self._what, error)
+            log.warning("%s: Redis does not serve us (%s); trying again until it does", self._what, error)
         self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
         self._again = now + self._pause

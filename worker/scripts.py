@@ -41,9 +41,12 @@ local function owns(worker, queue, id, execution)
   return job[1] == 'started' and job[2] == worker
 end
 
+-- Keys of one job that somebody made into something else must not stop a script in the middle of other rows:
+-- hence pcall for them from here on.
+
 -- Whether any run of the job holds a lease that is not over.
 local function is_leased(queue, id, now)
-  for _, execution in ipairs(redis.call('ZRANGE', rq .. ':executions:' .. id, 0, -1)) do
+  for _, execution in ipairs(redis.pcall('ZRANGE', rq .. ':executions:' .. id, 0, -1)) do
     local till = redis.call('ZSCORE', wip_key(queue), id .. ':' .. execution)
     if till and tonumber(till) > now then return true end
   end
@@ -55,7 +58,7 @@ local function forget(worker, queue, id, execution)
   local run = id .. ':' .. execution
   redis.call('ZREM', wip_key(queue), run)
   redis.call('DEL', rq .. ':execution:' .. run)
-  redis.call('ZREM', rq .. ':executions:' .. id, execution)
+  redis.pcall('ZREM', rq .. ':executions:' .. id, execution)
   redis.call('SREM', rq .. ':worker:' .. worker .. ':executions', run)
 end
 
@@ -86,7 +89,7 @@ local function start(queue, id, execution)
   redis.call('HSET', rq .. ':execution:' .. run, 'id', execution, 'job_id', id,
              'created_at', ARGV[4], 'last_heartbeat', ARGV[4], 'worker_name', worker)
   redis.call('EXPIRE', rq .. ':execution:' .. run, math.ceil(lease))
-  redis.call('ZADD', rq .. ':executions:' .. id, now + lease + 60, execution)
+  redis.pcall('ZADD', rq .. ':executions:' .. id, now + lease + 60, execution)
   redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
   redis.call('ZADD', wip_key(queue), now + lease + taken / 1e6, run)  -- in order, for RECOVER
   redis.call('SADD', rq .. ':worker:' .. worker .. ':executions', run)
@@ -144,9 +147,9 @@ for i = 5, #ARGV, 3 do
   local run = id .. ':' .. execution
   if owns(ARGV[2], queue, id, execution) then
     redis.call('ZADD', wip_key(queue), now + lease + i / 1e6, run)
-    redis.call('HSET', rq .. ':execution:' .. run, 'last_heartbeat', ARGV[3])
+    redis.pcall('HSET', rq .. ':execution:' .. run, 'last_heartbeat', ARGV[3])
     redis.call('EXPIRE', rq .. ':execution:' .. run, math.ceil(lease))
-    redis.call('ZADD', rq .. ':executions:' .. id, now + lease + 60, execution)
+    redis.pcall('ZADD', rq .. ':executions:' .. id, now + lease + 60, execution)
     redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
   else
     forget(ARGV[2], queue, id, execution)
@@ -194,6 +197,7 @@ for i = 5, #ARGV, 10 do
   redis.call('EXPIRE', job_key(id), keep)
   if kind ~= '' then
     local results = rq .. ':results:' .. id
+    if redis.call('TYPE', results).ok ~= 'stream' then redis.call('DEL', results) end
     redis.call('XADD', results, 'MAXLEN', '~', 10, '*', 'type', kind, 'worker_name', ARGV[2], field, value,
                'execution_id', execution, 'execution_ended_at', ARGV[3])
     redis.call('EXPIRE', results, keep)

@@ -250,6 +250,20 @@ def test_a_foreign_job_fails_without_a_batch(bench: Bench, connection: redis.Red
     assert list(log(connection)) == ["b-0-1"], "the batch never had a row 99"
 
 
+def test_keys_of_one_job_turned_into_something_else_cost_its_neighbours_nothing(
+    bench: Bench, connection: redis.Redis
+) -> None:
+    enqueue(connection, [request(number) for number in (1, 2, 3)])
+    claims = bench.claim(3)
+    for key in ("rq:results:b-0-2", "rq:executions:b-0-2"):
+        connection.delete(key)
+        connection.set(key, "not what it was")
+    assert bench.leases.renew([claim.lease for claim in claims]) == []
+    assert bench.finish(claims) == 3
+    assert [len(returned(connection, f"b-0-{number}")) for number in (1, 2, 3)] == [1, 1, 1]
+    assert not connection.exists("rq:wip:q")
+
+
 def test_a_result_that_is_no_json_becomes_an_internal_error(bench: Bench, connection: redis.Redis) -> None:
     enqueue(connection, [request(1)])
     (claim,) = bench.claim(1)
