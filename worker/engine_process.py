@@ -11,9 +11,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-STOP_SECONDS = 5.0
+STOP_SECONDS = 3.0
 LOAD_SECONDS = 1.0  # a step that ends no row is reported at least this often
 Orders = tuple[Sequence[Row], Sequence[int]]  # rows to add, ids to cancel
 
@@ -47,7 +49,7 @@ class EngineProcess:
         self._post = post
         self._outbox: SimpleQueue[Orders | None] = SimpleQueue()
         self._process: SpawnProcess | None = None
-        self._pipe: Connection | None = None
+        self._hang_up: Callable[[], None] = lambda: None
 
     @property
     def pid(self) -> int | None:
@@ -56,18 +58,20 @@ class EngineProcess:
     def start(self) -> None:
         """Spawn the engine. Ready or Died follows."""
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
+        pipe, theirs = context.Pipe()
+        process = context.Process(
             target=main, args=(self._settings, theirs, os.getpid()), name="livebatch-engine", daemon=True
         )
-        self._process.start()
+        process.start()
         theirs.close()
-        self._outbox = SimpleQueue()
-        for work, args in (
-            (self._drain, (self._pipe, self._process, self._outbox)),
-            (_fill, (self._pipe, self._outbox)),
-        ):
-            threading.Thread(target=work, args=args, daemon=True, name=f"engine-{work.__name__}").start()
+        outbox: SimpleQueue[Orders | None] = SimpleQueue()
+        reader = threading.Thread(
+            target=self._drain, args=(pipe, process, outbox), name="engine-reader", daemon=True
+        )
+        writer = threading.Thread(target=_fill, args=(pipe, outbox), name="engine-writer", daemon=True)
+        self._process, self._outbox, self._hang_up = process, outbox, partial(_hang_up, pipe, reader)
+        reader.start()
+        writer.start()
 
     def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None:
         """Add rows to the engine's queue and end others. Returns at once."""
@@ -75,17 +79,10 @@ class EngineProcess:
             self._outbox.put((rows, cancels))
 
     def stop(self) -> None:
-        """End the engine; no event follows. It leaves as soon as it sees the pipe closed, or is killed."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        self._outbox.put(None)
-        if self._pipe is not None:
-            _hang_up(self._pipe)
-        process.join(STOP_SECONDS)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        """End the engine; no event follows. It leaves when it sees the pipe closed, or is killed."""
+        if self._process is not None:
+            self._process = None
+            self._hang_up()
 
     def _drain(self, pipe: Connection, process: SpawnProcess, outbox: SimpleQueue[Orders | None]) -> None:
         error: str | None = None
@@ -99,7 +96,10 @@ class EngineProcess:
         except (EOFError, OSError):
             pass
         outbox.put(None)
-        process.join()
+        process.join(STOP_SECONDS)  # here and nowhere else: a process can be waited for once
+        if process.exitcode is None:
+            process.kill()
+            process.join()
         if self._process is process:
             self._post(Died(_describe(process.exitcode), error))
 
@@ -112,12 +112,11 @@ def _fill(pipe: Connection, outbox: SimpleQueue[Orders | None]) -> None:
         pass  # the engine is dead: the other thread says so
 
 
-def _hang_up(pipe: Connection) -> None:
-    """Close a pipe that another thread reads: shut it down first, which wakes the reader."""
-    import socket
-
+def _hang_up(pipe: Connection, reader: threading.Thread) -> None:
+    """Shut a pipe down under its reader, which then sees the engine off."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
+    reader.join()
 
 
 def _describe(exit_code: int | None) -> str:
