@@ -12,7 +12,7 @@ help:           ## this list
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"livebatch needs Python 3.11 or newer, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11") if v < (3, 11) else None'
 	@$(PYTHON) -m venv $(VENV) || { echo "cannot make a virtual environment: install your system's python3-venv package" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,local,dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,local,dev]'
 	@touch $@
 
 setup: $(VENV)/.ready  ## virtual environment with pinned dependencies
@@ -32,7 +32,7 @@ check: setup    ## what a commit must pass: format, lint, types, import arrows, 
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --config pyproject.toml
+	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/house
 
 fmt: setup      ## format and sort imports

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    """One server of our own for the session: loopback, free port, private directory. Never the user's REDIS_URL."""
+    """One server for the session: loopback, free port, private directory. Never the REDIS_URL of a user."""
     with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as server:
         yield server
 

@@ -93,20 +93,19 @@ def test_reading_cases(redis_url: str, model_folder: Path, tmp_path: Path) -> No
 
 
 def test_real_answers(redis_url: str, model_folder: Path, tmp_path: Path) -> None:
+    """What the weights say, by another graph and another driver of the same file: the model is really run."""
     rows = [
-        {"custom_id": "capital", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 8},
-        {"custom_id": "sum", "messages": [{"role": "user", "content": "What is 12+30?"}], "temperature": 0},
+        {"custom_id": "chat", "messages": [{"role": "user", "content": "What is the capital of France?"}]},
+        {"custom_id": "sum", "messages": [{"role": "user", "content": "What is 12+30?"}]},  # it is that small
+        {"custom_id": "primes", "messages": [{"role": "user", "content": "List three prime numbers."}]},
     ]
-    for row in rows:
-        row["max_tokens"] = 24
+    source = write(tmp_path / "in.jsonl", [{**row, "temperature": 0, "max_tokens": 24} for row in rows])
     out = tmp_path / "out.jsonl"
     with worker(redis_url, model_folder):
-        assert (
-            producer(redis_url, "submit", write(tmp_path / "in.jsonl", rows), "--wait", "-o", out).returncode
-            == 0
-        )
+        assert producer(redis_url, "submit", source, "--wait", "-o", out).returncode == 0
     found = by_id(out)
-    assert "Paris" in text(found["capital"])
-    assert "42" in text(found["sum"])
-    usage = found["sum"]["response"]["body"]["usage"]
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert text(found["chat"]) == "The capital of France is Paris."
+    assert text(found["sum"]) == "12 + 30 = 32."
+    assert text(found["primes"]).startswith("1. 1\n2. 2\n\nThese are the only prime numbers")
+    usage = found["chat"]["response"]["body"]["usage"]
+    assert usage == {"prompt_tokens": 37, "completion_tokens": 8, "total_tokens": 45}
