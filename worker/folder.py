@@ -6,17 +6,16 @@ its weights. Whatever this worker could not serve is refused by name, with the r
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from producer.errors import UsageError
+from worker.genai_config import CONFIG_FILE, GenaiConfig
 from worker.graph_file import REBUILD, GraphFile, Port, file_within
 
-CONFIG_FILE = "genai_config.json"
 Kind = Literal["cpu-paged", "cuda-paged"]
 
 _PAST = ("past_key_names", "past_value_names")
@@ -27,15 +26,30 @@ _DEFAULT_NAMES = {
     "present_key_names": "present.%d.key",
     "present_value_names": "present.%d.value",
 }
-_REQUIRED: dict[Kind, frozenset[str]] = {
-    "cpu-paged": frozenset({"input_ids", "position_ids", "slot_mapping", "block_table", "logits_indices"}),
-    "cuda-paged": frozenset(
-        {"input_ids", "cumulative_sequence_lengths", "past_sequence_lengths", "block_table"}
-    ),
+_STEP_DTYPES: dict[Kind, dict[str, str]] = {
+    "cpu-paged": {
+        "input_ids": "INT64",
+        "position_ids": "INT64",
+        "slot_mapping": "INT64",
+        "block_table": "INT32",
+        "logits_indices": "INT64",
+    },
+    "cuda-paged": {
+        "input_ids": "INT64",
+        "cumulative_sequence_lengths": "INT32",
+        "past_sequence_lengths": "INT32",
+        "block_table": "INT32",
+        "attention_metadata": "INT32",
+        "logits_indices": "INT32",
+    },
 }
 _OPTIONAL: dict[Kind, frozenset[str]] = {
     "cpu-paged": frozenset(),
     "cuda-paged": frozenset({"attention_metadata", "logits_indices"}),
+}
+_FLOATS: dict[Kind, frozenset[str]] = {
+    "cpu-paged": frozenset({"FLOAT"}),
+    "cuda-paged": frozenset({"FLOAT16", "BFLOAT16", "FLOAT"}),
 }
 _REASONS = {
     "attention_mask": "the graph keeps one dense cache per batch; rows cannot join and leave. "
@@ -57,9 +71,7 @@ class ModelFolder:
     aliases: tuple[str, ...]  # or the same without the precision at its end
     kind: Kind
     graph: GraphFile
-    names: Mapping[
-        str, str
-    ]  # config's word for an input or output -> its name in the graph, %d for the layer
+    names: Mapping[str, str]  # config's word for an input or output: its name in the graph, %d the layer
     vocab_size: int
     context_length: int  # most tokens of a row, prompt and output together
     num_layers: int
@@ -75,7 +87,7 @@ class ModelFolder:
         """Reads and checks the folder. Raises UsageError naming the file and key at fault, and what to do."""
         if not path.is_dir():
             raise UsageError(f"{path}: no such model folder. Make one with `make model` or `worker build`.")
-        config = Config.read(file_within(path, CONFIG_FILE, "the model's config"))
+        config = GenaiConfig.read(file_within(path, CONFIG_FILE, "the model's config"))
         _refuse_unsupported(config)
         file = file_within(path, config.text("model.decoder.filename"), "model.decoder.filename")
         graph = GraphFile.read(file, path)
@@ -106,66 +118,7 @@ class ModelFolder:
         return [self.names[word].replace("%d", str(layer)) for layer in range(self.num_layers)]
 
 
-class Config:
-    """genai_config.json; asks for a value by its dotted key and complains by it."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self._path, self._values = path, values
-
-    @classmethod
-    def read(cls, path: Path) -> Config:
-        try:
-            values = json.loads(path.read_bytes())
-        except (ValueError, OSError) as error:
-            raise UsageError(f"{path} cannot be read as JSON ({error}). {REBUILD}") from error
-        if not isinstance(values, dict):
-            raise UsageError(f"{path} is not a JSON object. {REBUILD}")
-        return cls(path, values)
-
-    def get(self, key: str) -> Any:
-        """The value, or None where the config does not have it."""
-        value: Any = self._values
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        return value
-
-    def wrong(self, key: str, wanted: str) -> UsageError:
-        value = self.get(key)
-        found = "is missing" if value is None else f"is {value!r}"
-        return UsageError(f"{self._path}: {key} {found}; it must be {wanted}. {REBUILD}")
-
-    def text(self, key: str) -> str:
-        value = self.get(key)
-        if not isinstance(value, str) or not value:
-            raise self.wrong(key, "a text")
-        return value
-
-    def size(self, key: str) -> int:
-        value = self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(key, "a whole number above 0")
-        return value
-
-    def ids(self, key: str, missing_ok: bool = False) -> tuple[int, ...]:
-        """One token id or a list of them, as a tuple without repetitions."""
-        value = self.get(key)
-        if value is None and missing_ok:
-            return ()
-        ids = value if isinstance(value, list) else [value]
-        vocab_size = self.size("model.vocab_size")
-        if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-            raise self.wrong(key, f"one or several token ids below {vocab_size}")
-        return tuple(dict.fromkeys(ids))
-
-    def search(self) -> Mapping[str, Any]:
-        """The ``search`` section, numbers and flags only."""
-        section = self.get("search") or {}
-        if not isinstance(section, dict) or not all(isinstance(v, int | float) for v in section.values()):
-            raise self.wrong("search", "an object of numbers and flags")
-        return section
-
-
-def _refuse_unsupported(config: Config) -> None:
+def _refuse_unsupported(config: GenaiConfig) -> None:
     for key in ("search.num_beams", "search.batch_size"):
         if config.get(key) not in (None, 1):
             raise config.wrong(key, "1 or left out: this worker does its own batching and no beam search")
@@ -174,19 +127,21 @@ def _refuse_unsupported(config: Config) -> None:
     for key in unsupported:
         if config.get(key):
             raise config.wrong(key, "left out: this worker serves plain text decoders with one kind of layer")
-    if set(config.get("model.decoder.layer_types") or ()) - {"full_attention"}:
+    layer_types = config.get("model.decoder.layer_types") or []
+    if layer_types != ["full_attention"] * len(layer_types):
         raise config.wrong("model.decoder.layer_types", "full_attention throughout, the only kind served")
-    for name, group in (config.get("model.decoder.state_groups") or {}).items():
-        if group.get("kind") != "paged_kv":
-            raise config.wrong(f"model.decoder.state_groups.{name}.kind", "paged_kv, the only state served")
+    for name in config.section("model.decoder.state_groups"):
+        key = f"model.decoder.state_groups.{name}.kind"
+        if config.get(key) != "paged_kv":
+            raise config.wrong(key, "paged_kv, the only state served")
 
 
-def _names(config: Config) -> dict[str, str]:
+def _names(config: GenaiConfig) -> dict[str, str]:
     """Config's words for inputs and outputs: the graph's names for them, given or genai's defaults."""
-    words = {word for kind in _REQUIRED for word in _REQUIRED[kind] | _OPTIONAL[kind]}
+    words = {word for dtypes in _STEP_DTYPES.values() for word in dtypes}
     names = {word: word for word in words | {"logits"}} | _DEFAULT_NAMES
     for section in ("inputs", "outputs"):
-        given = config.get(f"model.decoder.{section}") or {}
+        given = config.section(f"model.decoder.{section}")
         names |= {word: str(name) for word, name in given.items() if word in names}
     return names
 
@@ -195,25 +150,22 @@ def _kind(graph: GraphFile, names: Mapping[str, str]) -> Kind:
     """Which contract the graph's inputs fulfil. UsageError naming the first input that fits none."""
     past = "|".join(re.escape(names[word]).replace("%d", r"\d+") for word in _PAST)
     step_inputs = {name for name in graph.inputs if not re.fullmatch(past, name)}
-    known: set[str] = set()
-    for kind, words in _REQUIRED.items():
-        required = {names[word] for word in words}
-        allowed = required | {names[word] for word in _OPTIONAL[kind]}
-        if required <= step_inputs <= allowed:
+    for kind, words in _STEP_DTYPES.items():
+        allowed = {names[word] for word in words}
+        if allowed - {names[word] for word in _OPTIONAL[kind]} <= step_inputs <= allowed:
             return kind
-        known |= allowed
-    raise UsageError(f"{graph.path}: {_misfit(step_inputs, known)}.")
+    raise UsageError(f"{graph.path}: {_misfit(step_inputs, names)}.")
 
 
-def _misfit(step_inputs: set[str], known: set[str]) -> str:
-    for name in sorted(step_inputs - known):
+def _misfit(step_inputs: set[str], names: Mapping[str, str]) -> str:
+    for name in sorted(step_inputs - set(names.values())):
         reason = _REASONS.get(name, "this worker does not know what to feed it")
         return f"input '{name}' is not supported: {reason}"
-    lists = " or ".join(", ".join(sorted(words)) for words in _REQUIRED.values())
-    return f"its inputs ({', '.join(sorted(step_inputs))}) are no paged decoder's: that takes {lists}"
+    wanted = " or ".join(", ".join(names[word] for word in words) for words in _STEP_DTYPES.values())
+    return f"its inputs ({', '.join(sorted(step_inputs))}) are no paged decoder's: that takes {wanted}"
 
 
-def _block_size(graph: GraphFile, names: Mapping[str, str], config: Config) -> int:
+def _block_size(graph: GraphFile, names: Mapping[str, str], config: GenaiConfig) -> int:
     """A block size built into the graph, else the one in the config."""
     first = graph.inputs.get(names["past_key_names"].replace("%d", "0"))
     if first is not None and len(first.shape) == 4 and first.shape[1] is not None:
@@ -228,29 +180,32 @@ def _aliases(name: str) -> tuple[str, ...]:
 
 def _check_ports(folder: ModelFolder) -> None:
     """The graph has every layer's cache in and out, of the config's shape, and logits of its vocabulary."""
+    inputs, outputs = folder.graph.inputs, folder.graph.outputs
     cache = (None, folder.block_size, folder.num_kv_heads, folder.head_size)
-    for words, ports, side in (
-        (_PAST, folder.graph.inputs, "input"),
-        (_PRESENT, folder.graph.outputs, "output"),
-    ):
+    for words, ports, side in ((_PAST, inputs, "input"), (_PRESENT, outputs, "output")):
         for word in words:
             for name in folder.layer_names(word):
-                _check_port(folder.graph.path, ports, side, name, cache)
-    logits = (None, folder.vocab_size)
-    _check_port(folder.graph.path, folder.graph.outputs, "output", folder.names["logits"], logits)
+                _check_port(folder, f"{side} '{name}'", ports.get(name), _FLOATS[folder.kind], cache)
+    logits = folder.names["logits"]
+    shape = (None, folder.vocab_size)
+    _check_port(folder, f"output '{logits}'", outputs.get(logits), _FLOATS[folder.kind], shape)
+    for word, dtype in _STEP_DTYPES[folder.kind].items():
+        name = folder.names[word]
+        if name in inputs:
+            _check_port(folder, f"input '{name}'", inputs[name], {dtype}, inputs[name].shape)
 
 
 def _check_port(
-    path: Path, ports: Mapping[str, Port], side: str, name: str, wanted: tuple[int | None, ...]
+    folder: ModelFolder, what: str, port: Port | None, dtypes: Set[str], shape: tuple[int | None, ...]
 ) -> None:
     """None in either shape matches anything."""
-    port = ports.get(name)
+    path = folder.graph.path
     if port is None:
-        raise UsageError(f"{path} has no {side} '{name}', which {CONFIG_FILE} asks for. {REBUILD}")
-    matches = len(port.shape) == len(wanted) and all(
-        have is None or want is None or have == want for have, want in zip(port.shape, wanted, strict=True)
+        raise UsageError(f"{path} has no {what}, which {CONFIG_FILE} asks for. {REBUILD}")
+    matches = len(port.shape) == len(shape) and all(
+        have is None or want is None or have == want for have, want in zip(port.shape, shape, strict=True)
     )
     if not matches:
-        raise UsageError(
-            f"{path}: {side} '{name}' has shape {port.shape} where {CONFIG_FILE} says {wanted}. {REBUILD}"
-        )
+        raise UsageError(f"{path}: {what} has shape {port.shape} where {CONFIG_FILE} says {shape}. {REBUILD}")
+    if port.dtype not in dtypes:
+        raise UsageError(f"{path}: {what} is {port.dtype}; a {folder.kind} graph has {' or '.join(dtypes)}.")

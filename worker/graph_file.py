@@ -31,29 +31,35 @@ class GraphFile:
     path: Path
     inputs: dict[str, Port]
     outputs: dict[str, Port]
+    data_bytes: int  # weights kept outside the graph
 
     @classmethod
     def read(cls, path: Path, folder: Path) -> GraphFile:
         """UsageError when ``path`` is damaged or its data is missing, cut short or outside ``folder``."""
         try:
             graph = onnx.load(path, load_external_data=False).graph
+            ends = _data_ends(graph)
         except Exception as error:  # protobuf raises its own, undocumented, kinds
             raise UsageError(f"{path} is not a readable ONNX file ({error}). {REBUILD}") from error
         if not graph.input or not graph.output:
             raise UsageError(f"{path} holds no ONNX graph. {REBUILD}")
-        for name, end in _data_ends(graph).items():
+        for name, end in ends.items():
             _check_data(file_within(folder, name, f"{path.name}'s data file"), end)
-        return cls(path, _ports(graph.input), _ports(graph.output))
+        return cls(path, _ports(graph.input), _ports(graph.output), sum(ends.values()))
 
 
 def file_within(folder: Path, name: str, what: str) -> Path:
     """``folder / name``, made sure to be a file that lies inside ``folder`` even after links are followed."""
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
+    except (OSError, ValueError) as error:  # no name that a file can have
+        raise UsageError(f"{folder}: {what} {name!r} is no file name ({error}).") from error
+    if not inside:
         raise UsageError(
-            f"{what} '{name}' lies outside {folder}: a model folder may name only files of its own."
+            f"{what} '{name}' lies outside {folder}: a model folder may name only its own files."
         )
-    if not path.is_file():
+    if not there:
         raise UsageError(f"{path} is missing ({what}). {REBUILD}")
     return path
 

@@ -25,11 +25,9 @@ Floats = NDArray[np.float32]
 
 _OLDEST_RUNTIME = (1, 28)  # before it, Attention's nonpad_kv_seqlen gives silently wrong results on the CPU
 _CPU = "CPUExecutionProvider"
-_MAX_STEP_TOKENS = 4096
+_MAX_STEP_TOKENS = 4096  # bounds what a run holds for each token; attention's share is bounded by splitting
 _GATHERED_BYTES = 256 << 20  # most memory for the keys and values gathered by one run
-_ROUND_TRIPS = (
-    3  # a gathered slot is read from the pool, written to the gathered tensor and read by attention
-)
+_ROUND_TRIPS = 3  # a gathered block is read in the pool, written side by side, read by attention
 
 
 class OrtModel:
@@ -206,8 +204,7 @@ def _split_limits(folder: ModelFolder) -> tuple[int, int]:
 
     Both a run's weights and the gathered blocks cross the memory bus, which is what bounds a step on a CPU.
     """
-    weight_bytes = sum(file.stat().st_size for file in folder.path.glob(f"{folder.graph.path.name}*"))
     return (
-        weight_bytes // (_ROUND_TRIPS * _block_bytes(folder)),
+        folder.graph.data_bytes // (_ROUND_TRIPS * _block_bytes(folder)),
         _GATHERED_BYTES * folder.num_layers // _block_bytes(folder),
     )

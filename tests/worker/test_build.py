@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, quants
 from model_batches import Part, make_batch
 from tiny_gguf import TEMPLATE, TOKENS, TinyLlama
 from tokenizers import Tokenizer
@@ -111,6 +111,13 @@ def test_refuses_rows_that_are_no_multiple_of_a_block_for_q8(tmp_path: Path) -> 
     tiny = TinyLlama(hidden=48, heads=4, kv_heads=4)
     with pytest.raises(UsageError, match="use fp32"):
         build_model(tiny.write(tmp_path / "tiny.gguf"), tmp_path / "model", "q8")
+
+
+def test_refuses_a_storage_type_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = TinyLlama(kind=GGMLQuantizationType.Q8_0).write(tmp_path / "tiny.gguf")
+    monkeypatch.delitem(quants._type_traits, GGMLQuantizationType.Q8_0)
+    with pytest.raises(UsageError, match=r"tensor 'token_embd\.weight' is stored as Q8_0"):
+        build_model(source, tmp_path / "model")
 
 
 def test_missing_and_damaged_files(tmp_path: Path) -> None:

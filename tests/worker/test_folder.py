@@ -42,8 +42,8 @@ def edit_graph(folder: Path, edit: Callable[[onnx.GraphProto], None]) -> None:
     path.write_bytes(model.SerializeToString())
 
 
-def add_input(graph: onnx.GraphProto, name: str) -> None:
-    graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, ["x"]))
+def add_input(graph: onnx.GraphProto, name: str, dtype: int = TensorProto.INT64) -> None:
+    graph.input.append(helper.make_tensor_value_info(name, dtype, ["x"]))
 
 
 def test_reads_sizes_and_names(folder: Path) -> None:
@@ -76,7 +76,8 @@ def test_knows_a_cuda_graph_by_its_inputs(folder: Path) -> None:
         del graph.input[:]
         graph.input.extend(kept)
         for name in ("cumulative_sequence_lengths", "past_sequence_lengths", "attention_metadata"):
-            add_input(graph, name)
+            add_input(graph, name, TensorProto.INT32)
+        next(info for info in graph.input if info.name == "logits_indices").type.tensor_type.elem_type = 6
 
     edit_graph(folder, to_cuda)
     assert ModelFolder.load(folder).kind == "cuda-paged"
@@ -97,7 +98,12 @@ def test_knows_a_cuda_graph_by_its_inputs(folder: Path) -> None:
         ("model.decoder.filename", "absent.onnx", r"absent\.onnx is missing"),
         ("search.num_beams", 4, r"search\.num_beams is 4; it must be 1"),
         ("search.batch_size", 2, r"search\.batch_size is 2"),
-        ("search", [1], r"search is \[1\]"),
+        ("search", [1], r"search is \[1\]; it must be an object"),
+        ("search.top_p", "high", r"search\.top_p is 'high'; it must be a number"),
+        ("model.decoder.inputs", "input_ids", r"model\.decoder\.inputs is 'input_ids'"),
+        ("model.decoder.filename", "x\0", r"is no file name"),
+        ("model.decoder.filename", "x" * 5000, r"is no file name"),
+        ("model.decoder.state_groups", {"kv": 1}, r"state_groups\.kv\.kind is missing"),
         ("model.vision", {"filename": "vision.onnx"}, r"model\.vision"),
         ("model.decoder.sliding_window", {"window_size": 512}, r"model\.decoder\.sliding_window"),
         ("model.decoder.layer_types", ["full_attention", "linear_attention"], r"layer_types"),
@@ -134,6 +140,19 @@ def test_refuses_a_graph_that_lacks_an_input(folder: Path) -> None:
         ModelFolder.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "found"), [("block_table", "INT64"), ("past_key_values.1.value", "FLOAT16")]
+)
+def test_refuses_other_types(name: str, found: str, folder: Path) -> None:
+    def change(graph: onnx.GraphProto) -> None:
+        port = next(info for info in graph.input if info.name == name)
+        port.type.tensor_type.elem_type = TensorProto.DataType.Value(found)
+
+    edit_graph(folder, change)
+    with pytest.raises(UsageError, match=f"input '{name}' is {found}; a cpu-paged graph has"):
+        ModelFolder.load(folder)
+
+
 def test_missing_folder_and_missing_files(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"no such model folder.*worker build"):
         ModelFolder.load(folder / "none")
@@ -143,7 +162,7 @@ def test_missing_folder_and_missing_files(folder: Path) -> None:
             ModelFolder.load(folder)
 
 
-@pytest.mark.parametrize("damage", [b"{", b"[]", b"\xff"])
+@pytest.mark.parametrize("damage", [b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_damaged_config(damage: bytes, folder: Path) -> None:
     (folder / "genai_config.json").write_bytes(damage)
     with pytest.raises(UsageError, match=r"genai_config\.json"):

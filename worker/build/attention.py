@@ -29,9 +29,7 @@ class PoolAttention:
         """The graph inputs of a step, and what all layers share."""
         writer, sizes = self._writer, self._sizes
         writer.input("position_ids", TensorProto.INT64, ["tokens"])
-        writer.input(
-            "slot_mapping", TensorProto.INT64, ["tokens", 2]
-        )  # (block, offset) to write each token to
+        writer.input("slot_mapping", TensorProto.INT64, ["tokens", 2])  # each token's (block, offset)
         writer.input("block_table", TensorProto.INT32, ["tokens", "table_width"])
         angles = np.outer(np.arange(sizes.context_length), sizes.inverse_frequencies)  # [context, h / 2] f64
         writer.constant("cos", np.cos(angles).astype(np.float32))
@@ -66,8 +64,7 @@ class PoolAttention:
     def _remember(self, x: str, past: str, present: str, layer: int) -> str:
         """Writes f32[T, 1, K h] into the pool; gives every token's whole context, f32[T, W * block, K h].
 
-        The pool is bound to one buffer as ``past`` and ``present``, so the scatter touches the new slots
-        only.
+        The pool is bound to one buffer as ``past`` and ``present``: the scatter touches new slots only.
         """
         writer, sizes = self._writer, self._sizes
         shape: list[int | str] = ["num_blocks", BLOCK_SIZE, sizes.num_kv_heads, sizes.head_size]

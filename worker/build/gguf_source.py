@@ -41,12 +41,26 @@ class Architecture:
 class StoredMatrix:
     """One tensor as the file holds it: rows of blocks (bytes) or rows of floats."""
 
+    name: str
     rows: NDArray[Any]  # [rows, bytes] u8 when quantised, else [rows, columns] or [columns]
     kind: GGMLQuantizationType
 
+    @property
+    def columns(self) -> int:
+        """Values in a row."""
+        if self.rows.dtype != np.uint8:
+            return int(self.rows.shape[-1])
+        return quants.quant_shape_from_byte_shape(self.rows.shape, self.kind)[-1]
+
     def floats(self) -> Floats:
         """The exact values the blocks stand for, [rows, columns] f32."""
-        return np.ascontiguousarray(quants.dequantize(self.rows, self.kind), dtype=np.float32)
+        try:
+            return np.ascontiguousarray(quants.dequantize(self.rows, self.kind), dtype=np.float32)
+        except NotImplementedError as error:
+            raise UsageError(
+                f"tensor '{self.name}' is stored as {self.kind.name}, which cannot be read: choose a GGUF of "
+                "another quantisation, such as Q8_0 or Q4_K_M."
+            ) from error
 
 
 class GgufSource:
@@ -89,7 +103,7 @@ class GgufSource:
             rows = rows[half_split_rows(len(rows), self.architecture.num_heads)]
         elif tensor.endswith("attn_k.weight"):
             rows = rows[half_split_rows(len(rows), self.architecture.num_kv_heads)]
-        return StoredMatrix(rows, stored.tensor_type)
+        return StoredMatrix(tensor, rows, stored.tensor_type)
 
     def refuse_unused(self) -> None:
         """UsageError when the file holds weights that the built graph leaves out: biases, experts, norms."""
