@@ -95,6 +95,7 @@ def about() -> None:
     \b
     worker build model.gguf --out models/mine       a model folder from a GGUF file
     worker check --model models/mine                is everything as it should be?
+    worker bench --model models/mine                how fast is it here, at which live batch?
     worker run --model models/mine                  work until SIGTERM
 
     \b
@@ -158,10 +159,12 @@ def build(
     \b
     worker build SmolLM2-135M-Instruct.gguf --out models/smollm2
     """
+    from worker import reference
     from worker.build import build_model
 
     with one_line_errors():
         build_model(source, out, precision)
+        reference.record(out)
         print(f"{out} is ready: worker run --model {out}")
 
 
@@ -187,6 +190,37 @@ def check(
             print(finding.line, flush=True)
             if finding.is_fatal:
                 raise SystemExit(Exit.REDIS if finding.subject == doctor.REDIS else Exit.FAILED)
+
+
+@app.command()
+def bench(
+    model: ModelOption,
+    device: DeviceOption = "cpu",
+    max_batch: MaxBatchOption = 32,
+    threads: ThreadsOption = None,
+    kv_memory: KvMemoryOption = None,
+) -> None:
+    """Measure the engine alone, without Redis: tokens a second at 1, 8, 32, ... live rows up to --max-batch.
+
+    \b
+    worker bench --model models/mine --max-batch 64
+    """
+    from worker import settings
+
+    with one_line_errors():
+        told = settings.read(
+            model=model,
+            redis_url=DEFAULT_URL,
+            device=device,
+            max_batch=max_batch,
+            threads=threads,
+            kv_memory=kv_memory,
+        )
+        from worker.bench import HEADER, rates
+
+        print(HEADER)
+        for rate in rates(told.engine):
+            print(rate.line, flush=True)
 
 
 def start(settings: Settings) -> None:

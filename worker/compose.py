@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def build_engine(settings: EngineSettings) -> Engine:
-    """An engine that has run once. Raises UsageError for what the model folder or this machine cannot give."""
+    """An engine that has run once. Raises UsageError for what the folder or this machine cannot give."""
     from worker.engine import Engine
     from worker.scheduler import Policy
 

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from producer.connection import check_server, explained, redact
 from producer.errors import LivebatchError
+from worker import reference
 from worker.compose import build_engine, build_preparer, connector
 from worker.settings import DUMMY, Settings
 
+if TYPE_CHECKING:
+    from worker.engine import Engine
+    from worker.rows import RowPreparer
+
 REDIS = "redis"
-PROMPT = "The capital of France is"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +78,23 @@ def _model(settings: Settings) -> Answers:
 
 
 def _prompt(settings: Settings) -> Answers:
-    yield "ok", f"{PROMPT!r} -> {ask(settings, PROMPT)!r}"
+    engine, preparer = build_engine(settings.engine), build_preparer(settings)
+    yield "ok", f"{reference.PROMPT!r} -> {ask(engine, preparer)!r}"
+    if settings.engine.model == DUMMY:
+        return
+    stored = reference.load(Path(settings.engine.model))
+    if stored is None:
+        yield "warning", f"the folder has no {reference.FILE} to compare with: build it with `worker build`"
+        return
+    prompt, expected = stored
+    if (tokens := reference.answer(engine, prompt)) == expected:
+        yield "ok", f"the first {len(tokens)} tokens are those stored when the folder was built"
+    else:
+        yield "error", f"the model gives tokens {tokens}; when the folder was built it gave {expected}"
 
 
-def ask(settings: Settings, prompt: str) -> str:
-    """The engine's greedy answer of a few tokens, run in this process."""
+def ask(engine: Engine, preparer: RowPreparer) -> str:
+    """The engine's greedy answer of a few tokens, run in this process. LivebatchError: there is none."""
     from producer.wire import Request, Sampling
 
     request = Request(
@@ -85,13 +103,13 @@ def ask(settings: Settings, prompt: str) -> str:
         file=0,
         line=1,
         endpoint="completions",
-        prompt=prompt,
-        sampling=Sampling(temperature=0.0, max_tokens=8),
+        prompt=reference.PROMPT,
+        sampling=Sampling(temperature=0.0, max_tokens=reference.NUM_TOKENS),
     )
-    row = build_preparer(settings).prepare(request, 1)
-    for output in build_engine(settings.engine).generate([row.row]):
-        row.feed(output)
-        result = row.result(output.status)
+    row = preparer.prepare(request, 1)
+    [output] = engine.generate([row.row])
+    row.feed(output)
+    result = row.result(output.status)
     if result.failure:
         raise LivebatchError(f"the model answers {result.failure.code}: {result.failure.message}")
     return result.choices[0].text

@@ -1,4 +1,4 @@
-"""What a model folder says, for the model without weights: bytes are tokens, and an answer is the prompt again.
+"""What a model folder says, for the model without weights: bytes are tokens, an answer is the prompt again.
 
 Owns the dummy's vocabulary. Must not know Redis or how rows run.
 """
