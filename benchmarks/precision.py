@@ -161,8 +161,8 @@ def print_accuracy(names: Sequence[str], rows: list[Comparison]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         print_row(row.question, [row], *("right" if right else "wrong" for right in row.right))
-    counts = [sum(row.right[i] for row in rows) for i in range(2)]
-    print_row(f"all {sum(row.tokens for row in rows)} tokens", rows, *map(str, counts))
+    counts = [f"{sum(row.right[i] for row in rows)} of {len(rows)}" for i in range(2)]
+    print_row(f"all {sum(row.tokens for row in rows)} tokens", rows, *counts)
 
 
 def print_row(name: str, rows: list[Comparison], mine: str, theirs: str) -> None:
@@ -177,7 +177,7 @@ def print_row(name: str, rows: list[Comparison], mine: str, theirs: str) -> None
 
 
 def print_speed(names: Sequence[str], rates: dict[int, list[float]]) -> None:
-    print(f"| live rows | {names[0]} tokens/s | {names[1]} tokens/s | ratio |\n|---|---|---|---|")
+    print(f"\n| live rows | {names[0]} tokens/s | {names[1]} tokens/s | ratio |\n|---|---|---|---|")
     for size, (mine, theirs) in rates.items():
         print(f"| {size} | {mine:.0f} | {theirs:.0f} | {theirs / mine:.2f} |")
 
