@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import sys
 import time
@@ -43,6 +44,7 @@ class InterruptedHereError(LivebatchError):
 
 
 NO_WORKER_SECONDS = 10.0  # of following a batch, then we look whether anybody is there to serve it
+MAX_KEEP_DAYS = 3650  # what Redis and RQ can count
 CTRL_C = 130  # Typer's own exit code for it, where no command had anything to add
 
 app = typer.Typer(
@@ -123,7 +125,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     from producer.output import Style
 
     _check_submit_flags(wait, out, errors_file, as_json)
-    client = Client(redis, keep_seconds=round(keep_days * 86_400))
+    client = Client(redis, keep_seconds=_keep_seconds(keep_days))
     batch_id = new_batch_id() if batch_id is None else batch_id
     again = ["producer", "submit", *files, "--batch-id", batch_id, "--queue", queue, "--format", format]
     collect = ["producer", "results", batch_id, "--follow", *_output_flags(out, ordered, flat, errors_file)]
@@ -267,14 +269,25 @@ def validate(files: Files, format: Format = "jsonl", as_json: Json = False) -> N
 
 def main() -> NoReturn:
     """The console entry point: every error is one line that says what to do."""
+    _replace_closed_streams()
     try:
         app()
     except LivebatchError as error:
         _say(f"producer: {error}")
         sys.exit(_code(error))
+    except OSError as error:  # of standard input or output: what has a name is explained where it is used
+        _say(f"producer: {error.filename or 'standard output'}: {error.strerror or error}")
+        sys.exit(Exit.USAGE)
     except SystemExit as done:
         sys.exit(Exit.INTERRUPTED if done.code == CTRL_C else done.code)
     sys.exit(Exit.OK)
+
+
+def _replace_closed_streams() -> None:
+    """Closed stdin, stdout and stderr become the null device: else the next file opened takes the number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - for good
 
 
 def _code(error: LivebatchError) -> Exit:
@@ -339,6 +352,12 @@ def _check_submit_flags(wait: bool, out: Path | None, errors: Path | None, as_js
         )
     if wait and as_json and not out:
         raise UsageError("--wait --json needs -o OUT: the results would mix with the JSON on standard output")
+
+
+def _keep_seconds(days: float) -> int:
+    if not days <= MAX_KEEP_DAYS:  # NaN too
+        raise UsageError(f"--keep-days wants at most {MAX_KEEP_DAYS:,} days, not {days:g}")
+    return round(days * 86_400)
 
 
 def _follow(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rq.results import Result as JobResult
@@ -81,28 +81,31 @@ def fetch(store: Store, record: Record, entries: Sequence[LogEntry]) -> list[Res
             pipe.xrevrange(JobResult.get_key(job_id), count=1)  # type: ignore[no-untyped-call]
         streams = dict(zip(distant, pipe.execute(), strict=True)) if distant else {}
     found = [_decode(entry, streams.get(entry.job_id)) for entry in entries]
-    nameless = [entry.job_id for entry, what in zip(entries, found, strict=True) if isinstance(what, Failure)]
+    nameless = [what.job_id for what in found if what.custom_id == what.job_id]
     names = _custom_ids(store, record, nameless) if nameless else {}
     return [
-        what if isinstance(what, Result) else _failed(entry.job_id, names[entry.job_id], what)
-        for entry, what in zip(entries, found, strict=True)
+        replace(what, custom_id=names.get(what.job_id, what.custom_id)) if names else what for what in found
     ]
 
 
-def _decode(entry: LogEntry, stream: Any) -> Result | Failure:
-    """The row's result, or why there is none to be read."""
+def _decode(entry: LogEntry, stream: Any) -> Result:
+    """The row's result, or why there is none to be read; where a row's name could not be read, its job id."""
     if entry.inline is None and not stream:
-        return Failure.of("batch_expired", "the row completed, but its result is no longer in Redis")
+        return _failed(
+            entry.job_id, "batch_expired", "the row completed, but its result is no longer in Redis"
+        )
     try:
         # RQ's Result.restore would do, but spends more time on the type of our serializer than on the result.
         encoded = b64decode(stream[0][1][b"return_value"]) if entry.inline is None else entry.inline
         return Result.decode(Serializer.loads(encoded))
     except (WireError, ValueError, KeyError, RecursionError) as error:
-        return Failure.of("internal_error", f"the row's result in Redis cannot be read: {error}")
+        return _failed(entry.job_id, "internal_error", f"the row's result in Redis cannot be read: {error}")
 
 
-def _failed(job_id: str, custom_id: str, failure: Failure) -> Result:
-    return Result(custom_id=custom_id, job_id=job_id, created=int(time.time()), failure=failure)
+def _failed(job_id: str, code: str, message: str) -> Result:
+    return Result(
+        custom_id=job_id, job_id=job_id, created=int(time.time()), failure=Failure.of(code, message)
+    )
 
 
 def _custom_ids(store: Store, record: Record, job_ids: Sequence[str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from producer.batch import Progress, Record
 from producer.connection import MEMORY_FULL, memory_used
 from producer.errors import UsageError
 from producer.jsonl import BadRow, duplicate_row
+from producer.rules import clean
 from producer.store import Serializer, Store, as_text, batch_key, counts_key, ids_key, lines_key
 from producer.wire import FUNCTION, Request, Result
 
@@ -145,7 +146,8 @@ class Enqueuer:
             timeout=-1,  # a row's deadline is the worker's to keep, per row; RQ's is one alarm a process
             result_ttl=self._record.keep_seconds,
             failure_ttl=self._record.keep_seconds,
-            description=f"{self._record.files[request.file].path}:{request.line}",
+            # A file's name need not be Unicode, what Redis is sent must be.
+            description=f"{clean(self._record.files[request.file].path, 400)}:{request.line}",
             job_id=request.job_id,
             retry=FOREVER,
         )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,8 @@ from typing import BinaryIO
 from producer.errors import UsageError
 from producer.jsonl import encode_line, flat_line, result_line
 from producer.wire import Result
+
+CURSOR = re.compile(r"\d{1,20}(-\d{1,20})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,15 @@ class Checkpoint:
     cursor: str | None = None  # of Client.pages; None: nothing written yet
     bytes: int = 0  # of OUT that are settled
     error_bytes: int = 0  # of the errors file
+
+    def checked(self) -> Checkpoint:
+        """Itself. Raises ValueError where the file says what we never write."""
+        for size in (self.bytes, self.error_bytes):
+            if type(size) is not int or not 0 <= size < 2**63 or (size and self.cursor is None):
+                raise ValueError(f"{size!r} settled bytes at cursor {self.cursor!r}")
+        if self.cursor is not None and not CURSOR.fullmatch(self.cursor):
+            raise ValueError(f"cursor {self.cursor!r}")
+        return self
 
 
 class ResultFile:
@@ -74,6 +86,15 @@ class ResultFile:
         """Append a page and move the cursor behind it. A kill at any point loses and doubles nothing."""
         if not results:
             return
+        try:
+            self._write(results, cursor)
+        except OSError as error:  # a full disk, mostly
+            raise UsageError(
+                f"{self._path} cannot be written: {error.strerror or error}. "
+                "Nothing is lost: make room, then run `producer results` with the same -o to go on"
+            ) from error
+
+    def _write(self, results: Sequence[Result], cursor: str) -> None:
         if self._checkpoint.cursor is None:
             self._save()  # from the first byte on, OUT is known as ours
         for result in results:
@@ -86,7 +107,8 @@ class ResultFile:
 
     def close(self) -> None:
         """Harmless when closed. A file that was made for nothing is not left behind."""
-        self._stack.close()
+        with suppress(OSError):  # what a failed write left in the buffer, and told already
+            self._stack.close()
 
     def __enter__(self) -> ResultFile:
         return self
@@ -98,6 +120,10 @@ class ResultFile:
 
     def _open(self, path: Path) -> BinaryIO:
         is_new = not path.exists()
+        if not is_new and not path.is_file() and not path.is_dir():
+            raise UsageError(
+                f"{path} is no file: results go on after a kill only in one. Leave -o out for stdout"
+            )
         try:
             stream = self._stack.enter_context(path.open("ab"))
         except OSError as error:
@@ -130,8 +156,8 @@ class ResultFile:
 
     def _load(self) -> Checkpoint:
         try:
-            return Checkpoint(**json.loads(self._cursor_path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            return Checkpoint(**json.loads(self._cursor_path.read_text())).checked()
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{self._path} is not empty and has no readable {self._cursor_path.name} beside it: "
                 "name another file, or delete it"

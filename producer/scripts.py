@@ -13,7 +13,9 @@ _ROW = """
 -- True when this is the first end of an accepted row. result '' means: the row's RQ job returned it.
 local function end_row(id, outcome, result)
   local file, line = string.match(id, '-(%d+)-(%d+)$')
-  if not file or redis.call('GETBIT', KEYS[1] .. ':lines:' .. file, line) == 0 then return false end
+  -- A forged line that is no bit's number would be an error, and cost the rows after it their end.
+  if not file or tonumber(line) >= 2 ^ 32 or string.match(line, '^0.') then return false end
+  if redis.call('GETBIT', KEYS[1] .. ':lines:' .. file, line) == 0 then return false end
   if redis.call('SETBIT', KEYS[1] .. ':ended:' .. file, line, 1) == 1 then return false end
   redis.call('HINCRBY', KEYS[1] .. ':counts', outcome, 1)
   if result == '' then

@@ -123,7 +123,7 @@ class Store:
 
     def record(self, batch_id: str) -> Record:
         """Raises UsageError when there is no such batch."""
-        text = self.connection.hget(batch_key(batch_id), "record")
+        text = self.connection.hget(batch_key(batch_id), "record") if batch_id.isascii() else None
         if text is None:
             raise no_such_batch(batch_id)
         return Record.decode(text)
@@ -142,6 +142,7 @@ class Store:
 
     def statuses(self, batch_ids: Sequence[str]) -> list[BatchStatus]:
         """Of those batches that exist. One round trip."""
+        batch_ids = [batch_id for batch_id in batch_ids if batch_id.isascii()]  # the others cannot exist
         with self.connection.pipeline(transaction=False) as pipe:
             for batch_id in batch_ids:
                 pipe.hmget(batch_key(batch_id), ["record", "state"])

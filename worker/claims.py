@@ -53,7 +53,7 @@ def _check(claim: Claim) -> None:
         raise WireError("webhooks are not allowed")
     if claim.repeats_left or claim.rate_limit:
         raise WireError("repeats and rate limits are not supported")
-    if claim.data.isdigit():
+    if claim.data.isdigit() and len(claim.data) < 20:  # more are a payload, and none of ours
         raise WireError(f"its payload of {int(claim.data):,} bytes is larger than the {MAX_BYTES:,} allowed")
 
 
@@ -84,7 +84,10 @@ def _inflate(data: bytes) -> bytes:
     return plain
 
 
-def _custom_id(payload: Any, default: str) -> str:
-    """The name to report a bad row by: its own where it has a sound one."""
-    given = payload.get("custom_id") if isinstance(payload, dict) else None
-    return given if isinstance(given, str) and 0 < len(given) <= 512 and given.isprintable() else default
+def _custom_id(payload: Any, job_id: str) -> str:
+    """The name to report a bad row by: its own where it has a sound one and the payload is the row's."""
+    if not isinstance(payload, dict):
+        return job_id
+    given, identity = payload.get("custom_id"), [payload.get(key) for key in ("batch_id", "file", "line")]
+    is_sound = isinstance(given, str) and 0 < len(given) <= 512 and given.isprintable()
+    return str(given) if is_sound and "-".join(map(str, identity)) == job_id else job_id

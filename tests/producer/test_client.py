@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,15 @@ def test_an_expired_result_is_a_failure_under_its_own_name(
     worker.run()
     connection.delete("rq:results:m-0-2")
     assert codes(client.results("m")) == {"r0": None, "r1": "batch_expired", "r2": None}
+
+
+def test_a_row_that_its_worker_could_not_name_keeps_its_custom_id(
+    client: Client, worker: TinyWorker, submit: Callable[..., Batch]
+) -> None:
+    submit(*rows(3))
+    unread = [replace(request, custom_id=request.job_id) for request in worker.claim()[1:]]
+    worker.fail(unread, "invalid_request")
+    assert codes(client.results("m")) == {"r1": "invalid_request", "r2": "invalid_request"}
 
 
 @pytest.mark.parametrize(

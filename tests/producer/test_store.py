@@ -93,6 +93,15 @@ def test_the_first_end_of_a_row_stands(store: Store) -> None:
     assert (status.completed, status.failed, status.completion_tokens) == (1, 0, 1)
 
 
+def test_forged_job_ids_do_not_cost_other_rows_their_end(store: Store) -> None:
+    """Redis refuses such bit numbers: an error in the script's middle would lose the rows behind it."""
+    with store.connection.pipeline() as pipe:
+        store.log_completed(pipe, "b", ["b-0-01", "b-0-4294967296", "b-0-9999999999", "b-0-0", "b-0-1"])
+        pipe.execute()
+    assert logged(store) == ["b-0-1"]
+    assert store.status("b").completed == 1
+
+
 def test_rows_nobody_accepted_leave_no_trace(store: Store) -> None:
     """Redis is not trusted: a forged job id must neither count nor make a bitmap of half a gigabyte."""
     before = store.connection.info("memory")["used_memory"]

@@ -83,6 +83,7 @@ def test_a_row_of_ours_is_read() -> None:
         (claim(b"plain text"), "not JSON"),
         (claim(call(GOOD.encode())[:-6]), "cut short"),
         (claim(b"99999999999"), "99,999,999,999 bytes"),
+        (claim(b"9" * 5000), "not JSON"),
         (claim(success_callback=b"a.b"), "callbacks"),
         (claim(failure_callback=b"a.b"), "callbacks"),
         (claim(stopped_callback=b"a.b"), "callbacks"),
@@ -121,6 +122,12 @@ def test_a_value_the_contract_refuses_fails_the_row_under_its_own_name() -> None
         "invalid_value",
         "temperature",
     )
+
+
+def test_a_payload_of_another_row_lends_it_no_name() -> None:
+    result = claims.read(claim(call(replace(GOOD, line=2, custom_id="row-2").encode())))
+    assert isinstance(result, Result)
+    assert result.custom_id == "b-0-1"
 
 
 @pytest.mark.redis
