@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from producer import Client
 from producer.embedded import EmbeddedRedis
 
 HERE = Path(__file__).resolve().parent
@@ -58,14 +60,27 @@ def worker(url: str, model: Path, queue: str, log: Path) -> Iterator[subprocess.
             process.wait(timeout=60)
 
 
+def await_worker(url: str, process: subprocess.Popen[bytes], queue: str, log: Path) -> None:
+    """Until the worker has loaded its model and says so in Redis."""
+    client = Client(url)
+    with console.status("loading the model ..."):
+        while not any(report.fields.get("queues") == queue for report in client.workers()):
+            if process.poll() is not None:
+                sys.exit(f"the worker did not start; its log is {log}")
+            time.sleep(0.1)
+
+
 def submit(url: str, queue: str, results: Path) -> int:
-    """The producer's own command, with its live progress bar; its exit code."""
+    """The producer's own command, with its live progress bar; its exit code.
+
+    In a session of its own: Ctrl-C is the demo's to handle, which stops everything.
+    """
     command = [sys.executable, "-m", "producer.cli", "submit", str(HERE / "demo.jsonl"), "--queue", queue]
     command += ["--redis", url, "--wait", "-o", str(results)]
     console.print(
         f"[dim]producer    producer submit examples/demo.jsonl --queue {queue} --wait -o {results}\n"
     )
-    return subprocess.run(command, check=False).returncode
+    return subprocess.run(command, check=False, start_new_session=True).returncode
 
 
 def answer(line: dict[str, object]) -> tuple[str, str, str]:
@@ -85,8 +100,13 @@ def table(results: Path) -> Table:
     view = Table("row", "ended", "tokens", "answer", title="Answers, in the order they finished")
     for line in map(json.loads, results.read_text(encoding="utf-8").splitlines()):
         ended, tokens, text = answer(line)
-        view.add_row(line["custom_id"], ended, tokens, " ".join(text.split()))
+        view.add_row(line["custom_id"], ended, tokens, shorten(" ".join(text.split())))
     return view
+
+
+def shorten(text: str, limit: int = 160) -> str:
+    """Two or three lines of a narrow terminal; the whole text is in the results file."""
+    return text if len(text) <= limit else text[: limit - 2] + " …"
 
 
 def main() -> int:
@@ -95,18 +115,27 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where results and logs go")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    run = uuid.uuid4().hex[:8]
-    results = options.out / f"results-{run}.jsonl"
-    with (
-        redis_url(options.out) as url,
-        worker(url, options.model, f"demo-{run}", options.out / "worker.log"),
-    ):
-        code = submit(url, f"demo-{run}", results)
+    try:
+        return run(options.model, options.out)
+    except KeyboardInterrupt:
+        console.print("\ndemo stopped, and with it its worker and its Redis")
+        return 130
+
+
+def run(model: Path, out: Path) -> int:
+    name = uuid.uuid4().hex[:8]
+    queue, log, results = f"demo-{name}", out / "worker.log", out / f"results-{name}.jsonl"
+    with redis_url(out) as url, worker(url, model, queue, log) as process:
+        await_worker(url, process, queue, log)
+        code = submit(url, queue, results)
     if not results.exists():
-        console.print(f"[red]no results; the worker's log is {options.out / 'worker.log'}")
+        console.print(f"[red]no results; the worker's log is {log}")
         return code or 1
     Console().print(table(results))
-    console.print(f"\nResults file: [bold]{results}[/]   (`mistyped` fails on purpose, alone)")
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    good = sum(line["response"]["status_code"] == 200 for line in lines)
+    console.print(f"\n{good} rows answered, {len(lines) - good} refused on purpose (`mistyped`), alone.")
+    console.print(f"Results file: [bold]{results}")
     return 0 if code == 1 else code  # 1: some rows failed, and one line of the file is wrong by design
 
 

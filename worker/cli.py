@@ -88,8 +88,20 @@ MaxTokensOption = Annotated[
 DEFAULT_URL = "redis://127.0.0.1:6379"
 
 
+def show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"livebatch {version('livebatch')}")
+        raise typer.Exit
+
+
 @app.callback()
-def about() -> None:
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it and end.")
+    ] = False,
+) -> None:
     """Run rows of prompts from Redis queues through a model, many at a time.
 
     \b

@@ -31,7 +31,10 @@ def build_engine(settings: EngineSettings) -> Engine:
     policy = Policy(max_batch=settings.max_batch)
     if settings.model == DUMMY:  # its prompts cost nothing, so none need wait
         policy = replace(policy, prefill_tokens=model.max_step_tokens)
-    engine = Engine(model, build_sampler(settings, model), policy)
+    try:
+        engine = Engine(model, build_sampler(settings, model), policy)
+    except (ValueError, MemoryError) as error:
+        raise UsageError(f"--max-batch {settings.max_batch} is more than this model takes: {error}") from None
     warm_up(engine)
     return engine
 

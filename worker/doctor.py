@@ -74,7 +74,13 @@ def _device(settings: Settings) -> Answers:
 
 def _model(settings: Settings) -> Answers:
     build_preparer(settings)
-    yield "ok", f"{settings.engine.model}: folder, tokenizer and chat template read"
+    yield "ok", f"{settings.engine.model}: folder and tokenizer read"
+    if settings.engine.model == DUMMY:
+        return
+    from worker.tokenizer import Tokenizer
+
+    if Tokenizer.load(Path(settings.engine.model)).template is None:
+        yield "warning", "no chat template (tokenizer_config.json): rows with messages will fail"
 
 
 def _prompt(settings: Settings) -> Answers:

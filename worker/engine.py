@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from producer.errors import UsageError
 from worker.batch import pack
 from worker.bisection import Bisection
 from worker.blocks import BlockPool
@@ -49,7 +50,7 @@ class Engine:
     """
 
     def __init__(self, model: Model, sampler: Sampler, policy: Policy | None = None) -> None:
-        """``sampler`` has ``policy.max_batch`` slots at least. ValueError if the policy asks too much."""
+        """``sampler`` has ``policy.max_batch`` slots at least. UsageError if the policy asks too much."""
         policy = fit(policy or Policy(), model)
         self._model = model
         self._sampler = sampler
@@ -159,7 +160,8 @@ def fit(policy: Policy, model: Model) -> Policy:
     """``policy``, its prefill share cut to what a run of ``model`` takes beside a decode in every slot."""
     share = min(policy.prefill_tokens, model.max_step_tokens - policy.max_batch)
     if policy.max_batch < 1 or share < 1:
-        raise ValueError(
-            f"max_batch {policy.max_batch} in steps of {model.max_step_tokens}: no room for prompts"
+        raise UsageError(
+            f"--max-batch {policy.max_batch}: a step of this model takes {model.max_step_tokens} tokens, and "
+            f"prompts need some of them. It can be 1 to {model.max_step_tokens - 1}."
         )
     return replace(policy, prefill_tokens=share)

@@ -126,7 +126,14 @@ class Service:
         for thread in self._threads:
             thread.start()
         queues = ", ".join(f"{queue.name}={queue.weight}" for queue in self._settings.queues)
-        log.info("worker %s takes up to %d rows from %s", self._settings.name, self._settings.room, queues)
+        live, room = self._settings.engine.max_batch, self._settings.room
+        log.info(
+            "worker %s takes rows from %s: %d live, %d more ready",
+            self._settings.name,
+            queues,
+            live,
+            room - live,
+        )
 
     def _close(self) -> None:
         for thread in self._threads:
@@ -331,7 +338,10 @@ class Service:
             self._stop_at = now
             return
         grace = self._settings.grace_seconds
-        log.info("%s: no more claims; %d rows get %g s to end", why, len(self._hand), grace)
+        held = len(self._hand)
+        log.info(
+            "%s: no more claims; %d rows get %g s to end (again: hand them back at once)", why, held, grace
+        )
         self._stop_at = now + grace
 
     def _engine_died(self, died: Died) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from e2e.harness import environment, producer, worker, write
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]

@@ -11,6 +11,7 @@ from engine_fakes import Ledger, WatchfulSampler, by_hand, drain, engine_over, r
 from numpy.typing import NDArray
 
 from kernels.rows import Status
+from producer.errors import UsageError
 from worker.batch import Batch
 from worker.dummy import HashModel
 from worker.engine import Engine
@@ -142,7 +143,7 @@ def test_steps_keep_to_the_models_limit(max_batch: int, share: int) -> None:
 
 @pytest.mark.parametrize("max_batch", [0, 16, 17])
 def test_a_batch_without_room_for_prompts_is_refused(max_batch: int) -> None:
-    with pytest.raises(ValueError, match="max_batch"):
+    with pytest.raises(UsageError, match="max-batch"):
         engine_over(HashModel(max_step_tokens=16), max_batch=max_batch)
 
 
