@@ -6,13 +6,16 @@ Standard library only.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -49,14 +52,14 @@ def free_port() -> int:
 class EmbeddedRedis:
     """Context manager around one server process.
 
-    ``directory`` None: a temporary one, removed by ``stop``. ``kill`` then ``start`` is a crash and a
-    restart: same port, same data. Raises StoreError when no server can be found or it does not come up.
+    ``directory`` None: a temporary one, removed by ``stop``. ``port`` 0: a free one. ``kill`` then ``start``
+    is a crash and a restart: same port, same data. Raises StoreError when no server can be found or it does not come up.
     """
 
-    def __init__(self, directory: Path | None = None, *, extra: tuple[str, ...] = ()) -> None:
+    def __init__(self, directory: Path | None = None, *, port: int = 0, extra: tuple[str, ...] = ()) -> None:
         self._temporary = directory is None
         self.directory = directory or Path(tempfile.gettempdir()) / f"livebatch-redis-{secrets.token_hex(8)}"
-        self.port = 0
+        self.port = port
         self._extra = extra
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -164,3 +167,24 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
             pass
         time.sleep(0.01)  # there is no event to wait on: the server is not our code
     return False
+
+
+def main() -> None:
+    """``python -m producer.embedded``: a durable Redis in the foreground, until SIGTERM or Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m producer.embedded", description=main.__doc__)
+    parser.add_argument("--port", type=int, default=6379, help="default: 6379")
+    parser.add_argument("--directory", type=Path, required=True, help="where its data lives; it is kept")
+    options = parser.parse_args()
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: asked.set())
+    try:
+        with EmbeddedRedis(options.directory.resolve(), port=options.port) as server:
+            print(f"{server.url} (data in {server.directory})", flush=True)
+            asked.wait()
+    except StoreError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

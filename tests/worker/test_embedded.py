@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,28 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path, extra=("--no-such-option", "1"))
     with pytest.raises(StoreError, match="did not start"):
         server.start()
+
+
+def test_a_server_in_the_foreground(tmp_path: Path) -> None:
+    """``python -m producer.embedded``: says its URL, keeps its data, goes on SIGTERM."""
+    with EmbeddedRedis(tmp_path / "probe") as probe:
+        port = probe.port
+    command = [
+        sys.executable,
+        "-m",
+        "producer.embedded",
+        "--port",
+        str(port),
+        "--directory",
+        str(tmp_path / "data"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    line = process.stdout.readline()
+    assert line.startswith(f"redis://127.0.0.1:{port}/0")
+    with redis.Redis(port=port) as connection:
+        assert connection.ping()
+    process.terminate()
+    assert process.wait(20) == 0
+    process.stdout.close()
+    assert (tmp_path / "data").is_dir()
