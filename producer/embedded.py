@@ -53,7 +53,8 @@ class EmbeddedRedis:
     """Context manager around one server process.
 
     ``directory`` None: a temporary one, removed by ``stop``. ``port`` 0: a free one. ``kill`` then ``start``
-    is a crash and a restart: same port, same data. Raises StoreError when no server can be found or it does not come up.
+    is a crash and a restart: same port, same data. Raises StoreError when no server can be found
+    or it does not come up.
     """
 
     def __init__(self, directory: Path | None = None, *, port: int = 0, extra: tuple[str, ...] = ()) -> None:
