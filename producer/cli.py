@@ -308,6 +308,9 @@ class _Stdout:
     def __init__(self, style: Style) -> None:
         self._style = style
 
+    def expect(self, created: float) -> None:
+        """Nothing: what was printed before is not known here."""
+
     def write(self, results: Sequence[Any], cursor: str) -> None:
         for result in results:
             sys.stdout.buffer.write(self._style.line(result))
@@ -365,6 +368,7 @@ def _follow(
 ) -> None:
     look_for_workers_at = time.monotonic() + NO_WORKER_SECONDS
     for page in client.pages(batch_id, follow=follow, ordered=ordered, cursor=sink.cursor):
+        sink.expect(page.status.created)
         sink.write(page.results, page.cursor)
         show.running(page.status)
         if page.status.waiting and time.monotonic() > look_for_workers_at:

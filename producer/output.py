@@ -47,6 +47,7 @@ class Checkpoint:
     cursor: str | None = None  # of Client.pages; None: nothing written yet
     bytes: int = 0  # of OUT that are settled
     error_bytes: int = 0  # of the errors file
+    created: float | None = None  # when the batch was; tells it from a later one of the same name
 
     def checked(self) -> Checkpoint:
         """Itself. Raises ValueError where the file says what we never write."""
@@ -81,6 +82,15 @@ class ResultFile:
     @property
     def cursor(self) -> str | None:
         return self._checkpoint.cursor
+
+    def expect(self, created: float) -> None:
+        """Say when the batch was made. Raises UsageError when OUT is of an earlier one of its name."""
+        if self._checkpoint.created not in (None, created):
+            raise UsageError(
+                f"{self._path} holds results of an earlier batch {self._checkpoint.batch}, which Redis has "
+                f"forgotten: collect with `producer results {self._checkpoint.batch} --follow -o ANOTHER`"
+            )
+        self._checkpoint.created = created
 
     def write(self, results: Sequence[Result], cursor: str) -> None:
         """Append a page and move the cursor behind it. A kill at any point loses and doubles nothing."""
@@ -127,7 +137,7 @@ class ResultFile:
         try:
             stream = self._stack.enter_context(path.open("ab"))
         except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise UsageError(f"{path} cannot be written: {_reason(error, path)}") from error
         if is_new:
             self._stack.callback(_remove_if_empty, path)
         try:
@@ -170,6 +180,12 @@ class ResultFile:
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(self._cursor_path)
+
+
+def _reason(error: OSError, path: Path) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"folder {path.parent} does not exist"
+    return error.strerror or str(error)
 
 
 def _settle(stream: BinaryIO) -> int:

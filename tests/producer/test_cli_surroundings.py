@@ -116,6 +116,21 @@ def test_a_damaged_cursor_is_refused_and_the_results_stay(change: dict[str, obje
 
 
 @pytest.mark.redis
+def test_a_batch_that_redis_lost_does_not_come_twice_into_one_file(
+    batch: TinyWorker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "results", "b", "-o", "out.jsonl") == 0
+    written = Path("out.jsonl").read_bytes()
+    assert main(monkeypatch, "results", "b", "-o", "out.jsonl") == 0
+    batch.connection.flushall()
+    Client().submit(["in.jsonl"], batch_id="b")
+    batch.run()
+    assert main(monkeypatch, "results", "b", "-o", "out.jsonl") == 2
+    assert "out.jsonl holds results of an earlier batch b" in capsys.readouterr().err
+    assert Path("out.jsonl").read_bytes() == written
+
+
+@pytest.mark.redis
 def test_a_file_whose_name_is_not_unicode(batch: TinyWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     name = os.fsdecode(b"\xff.jsonl")
     Path(name).write_bytes(Path("in.jsonl").read_bytes())
