@@ -6,8 +6,9 @@ Owns their shapes and their JSON. Must not know Redis, files or terminals.
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from producer.errors import StoreError
 
 State = Literal["open", "closed", "cancelled"]
 STATES: tuple[State, ...] = ("open", "closed", "cancelled")
+Phase = Literal["queueing", "running", "waiting", "done", "cancelled"]
 DAY_SECONDS = 86_400
 KEEP_SECONDS = 7 * DAY_SECONDS
 
@@ -84,7 +86,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStatus:
-    """How far a batch is. Counts are rows; ``rows`` is final once ``state`` is not "open"."""
+    """How far a batch is. Counts are rows; ``rows`` is final once ``state`` is not "open".
+
+    ``state`` is what Redis keeps: open while rows are added, closed after; what people are told is ``phase``.
+    """
 
     id: str
     queue: str
@@ -96,7 +101,7 @@ class BatchStatus:
     cancelled: int
     prompt_tokens: int
     completion_tokens: int
-    busy_seconds: float  # from the first row's end to the last's, so far
+    busy_seconds: float  # from when a worker took the first row that completed to the last such end, so far
     queued_at: float  # unix seconds of the producer's last chunk
 
     @property
@@ -115,7 +120,8 @@ class BatchStatus:
 
     @property
     def rows_per_second(self) -> float:
-        return self.ended / self.busy_seconds if self.busy_seconds > 0 else 0.0
+        """Completed rows a second; bad lines cost no worker any time."""
+        return self.completed / self.busy_seconds if self.busy_seconds > 0 else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -127,9 +133,21 @@ class BatchStatus:
         """Since the producer last added rows; large and "open" means that it died."""
         return max(0.0, time.time() - self.queued_at)
 
-    def to_dict(self) -> dict[str, Any]:
+    def phase(self, workers: Iterable[WorkerReport]) -> Phase:
+        """One word for people and JSON. "waiting": all rows are queued, and no live worker serves them."""
+        if self.state == "cancelled":
+            return "cancelled"
+        if self.state == "open":
+            return "queueing"
+        if self.is_over:
+            return "done"
+        return "running" if any(worker.serves(self.queue) for worker in workers) else "waiting"
+
+    def to_dict(self, workers: Iterable[WorkerReport] = ()) -> dict[str, Any]:
+        """For JSON; ``state`` is the phase."""
         rates = {"rows_per_second": self.rows_per_second, "tokens_per_second": self.tokens_per_second}
-        return {**asdict(self), "ended": self.ended, "waiting": self.waiting, **rates}
+        counts = {"ended": self.ended, "waiting": self.waiting}
+        return {**asdict(self), "state": self.phase(workers), **counts, **rates}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +156,21 @@ class WorkerReport:
 
     name: str
     fields: Mapping[str, str]
+
+    def serves(self, queue: str) -> bool:
+        """A worker that names no queues may serve any."""
+        return queue in self.fields.get("queues", queue).split(",")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: what is a number is one, names of things stay text."""
+        return {"name": self.name, **{key: _value(key, text) for key, text in self.fields.items()}}
+
+
+_NUMBER = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")
+_NAMES = frozenset({"host", "model", "queues"})
+
+
+def _value(key: str, text: str) -> str | float:
+    if key in _NAMES or not (number := _NUMBER.fullmatch(text)):
+        return text
+    return float(text) if number[1] else int(text)

@@ -7,43 +7,51 @@ that uses it: `producer --help` starts without them.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
 
 import typer
 
 from producer.errors import LivebatchError, StoreError, UsageError
+from producer.following import Follower, open_sink, queued_line, say
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus
-    from producer.client import Client
     from producer.jsonl import BadRow
-    from producer.output import ResultFile, Style
     from producer.progress import Display
 
 
 class Exit(IntEnum):
     OK = 0  # all rows completed; without --wait: all queued
-    FAILED = 1  # some rows failed
+    FAILED = 1  # some rows failed, were cancelled, or are bad lines
     USAGE = 2
     REDIS = 3  # not reachable, or not usable
     INTERRUPTED = 4  # the batch goes on
+
+
+EXIT_CODES = """\b
+Exit codes:
+  0  all rows completed; submit without --wait: all are queued;
+     results without --follow: of the rows that have ended, all completed
+  1  some rows failed, were cancelled, or (validate, submit) are bad lines
+  2  usage: nothing was done, and the message says why
+  3  Redis cannot be reached, or would lose rows
+  4  interrupted: the batch goes on, and the message says how to come back
+"""
 
 
 class InterruptedHereError(LivebatchError):
     """Ctrl-C; the message says how to come back."""
 
 
-NO_WORKER_SECONDS = 10.0  # of following a batch, then we look whether anybody is there to serve it
+SHOWN_PROBLEMS = 20  # bad lines printed before they are only counted
 MAX_KEEP_DAYS = 3650  # what Redis and RQ can count
 CTRL_C = 130  # Typer's own exit code for it, where no command had anything to add
 
@@ -79,8 +87,21 @@ Errors = Annotated[
 ]
 
 
-@app.callback()
-def about() -> None:
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"livebatch {version('livebatch')}")
+        raise typer.Exit
+
+
+@app.callback(epilog=EXIT_CODES)
+def about(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Queue rows of prompts for LLM workers, and collect one result per row.
 
     \b
@@ -89,10 +110,6 @@ def about() -> None:
     producer submit prompts.jsonl --wait -o out.jsonl    queue it and stay until it is done
     producer results BATCH --follow -o out.jsonl         each row as it ends; run it again to go on
     producer status                                      batches and workers
-
-    \b
-    Exit codes: 0 all rows completed (without --wait: queued), 1 some rows failed, 2 usage,
-    3 Redis cannot be reached, 4 interrupted.
     """
 
 
@@ -129,10 +146,11 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     batch_id = new_batch_id() if batch_id is None else batch_id
     again = ["producer", "submit", *files, "--batch-id", batch_id, "--queue", queue, "--format", format]
     collect = ["producer", "results", batch_id, "--follow", *_output_flags(out, ordered, flat, errors_file)]
-    with _sink(out, batch_id, Style(ordered, flat), errors_file) as sink, _display(out or not wait) as show:
+    with (
+        open_sink(out, batch_id, Style(ordered, flat), errors_file) as sink,
+        _display(out or not wait) as show,
+    ):
         with _interruptible(f"queue the rest with: {shlex.join(again)}"):
-            for warning in client.check():
-                _say(f"warning: {warning}")
             batch = client.submit(
                 files,
                 queue=queue,
@@ -140,13 +158,18 @@ def submit(  # noqa: PLR0917 - Typer passes by name
                 format=format,
                 strict=strict,
                 on_progress=show.queueing,
-                on_bad=lambda bad: _say(_problem(bad)),
+                on_bad=_Problems().add,
+                on_warning=_warn,
             )
+        follower = Follower(client, batch_id, sink, show)
         if wait:
+            say(f"batch {batch_id}: {queued_line(batch)}")
             with _interruptible(f"batch {batch_id} goes on; come back with: {shlex.join(collect)}"):
-                _follow(client, batch_id, sink, show, follow=True, ordered=ordered)
+                follower.run(follow=True, ordered=ordered)
     if wait:
-        _finish(client.status(batch_id), as_json)
+        status = client.status(batch_id)
+        say(follower.summary(status, out, errors_file))
+        _finish(status, as_json)
     _report_queued(batch, shlex.join(collect), as_json)
 
 
@@ -175,13 +198,15 @@ def results(  # noqa: PLR0917 - Typer passes by name
     client.status(batch)  # no such batch: no output file
     with (
         _interruptible(f"batch {batch} goes on; run the same command again to go on"),
-        _sink(out, batch, Style(ordered, flat), errors_file) as sink,
+        open_sink(out, batch, Style(ordered, flat), errors_file) as sink,
         _display(out) as show,
     ):
-        _follow(client, batch, sink, show, follow=follow, ordered=ordered)
+        follower = Follower(client, batch, sink, show)
+        follower.run(follow=follow, ordered=ordered)
     status = client.status(batch)
+    say(follower.summary(status, out, errors_file))
     if status.waiting and not follow:
-        _say(f"{status.waiting:,} rows have not ended yet: add --follow to wait for them")
+        say(f"{status.waiting:,} rows have not ended yet: add --follow to wait for them")
     _finish(status)
 
 
@@ -204,13 +229,13 @@ def status(
     batches = [client.status(batch)] if batch else client.list()
     workers = client.workers()
     if as_json:
-        found = [status.to_dict() for status in batches]
+        found = [status.to_dict(workers) for status in batches]
         shown = {"batch": found[0]} if batch else {"batches": found}
-        _print_json({**shown, "workers": [{"name": worker.name, **worker.fields} for worker in workers]})
+        _print_json({**shown, "workers": [worker.to_dict() for worker in workers]})
         return
-    print(tables.batch_table(batches), tables.worker_table(workers), sep="\n\n")
+    print(tables.batch_table(batches, workers), tables.worker_table(workers), sep="\n\n")
     for advice in filter(None, map(tables.advice, batches)):
-        _say(advice)
+        say(advice)
 
 
 @app.command(name="list")
@@ -219,16 +244,19 @@ def list_batches(as_json: Json = False, redis: Redis = None) -> None:
     from producer import tables
     from producer.client import Client
 
-    batches = Client(redis).list()
+    client = Client(redis)
+    batches, workers = client.list(), client.workers()
     if as_json:
-        _print_json([status.to_dict() for status in batches])
+        _print_json([status.to_dict(workers) for status in batches])
     else:
-        print(tables.batch_table(batches))
+        print(tables.batch_table(batches, workers))
 
 
 @app.command()
 def cancel(batch: BatchId, redis: Redis = None) -> None:
-    """End every row that has not ended: queued rows now, running rows in their workers' next step.
+    """End every row of a batch that has not ended.
+
+    Queued rows end now, running ones in their worker's next step.
 
     \b
     producer cancel BATCH
@@ -237,33 +265,37 @@ def cancel(batch: BatchId, redis: Redis = None) -> None:
 
     status = Client(redis).cancel(batch)
     running = f", {status.waiting:,} running rows are being stopped" if status.waiting else ""
-    _say(f"batch {batch}: {status.completed:,} completed, {status.cancelled:,} cancelled{running}")
+    say(f"batch {batch}: {status.completed:,} completed, {status.cancelled:,} cancelled{running}")
 
 
 @app.command()
-def validate(files: Files, format: Format = "jsonl", as_json: Json = False) -> None:
-    """Check every line as submit would, without Redis. Exit code 1 when any is bad.
+def validate(
+    files: Files,
+    format: Format = "jsonl",
+    show_all: Annotated[
+        bool, typer.Option("--all", help=f"Print every bad line, not {SHOWN_PROBLEMS} at most.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every line as submit would, without Redis.
+
+    Exit code 1 when any line is bad.
 
     \b
     producer validate prompts.jsonl
     """
     from producer.client import Client
 
-    problems: list[dict[str, Any]] = []
-
-    def found(bad: BadRow) -> None:
-        if as_json:
-            problems.append(
-                {"file": bad.file, "line": bad.line, "custom_id": bad.custom_id, **asdict(bad.failure)}
-            )
-        else:
-            print(_problem(bad))
-
-    checked = Client().validate(files, format=format, on_bad=found)
+    problems = _Problems(sys.maxsize if show_all else SHOWN_PROBLEMS, sys.stdout)
+    listed: list[BadRow] = []
+    on_bad = listed.append if as_json else problems.add
+    checked = Client().validate(files, format=format, on_bad=on_bad, on_warning=_warn)
     if as_json:
-        _print_json({"rows": checked.rows, "bad": checked.bad, "problems": problems})
+        shown = list(map(_problem_fields, listed))
+        _print_json({"rows": checked.rows, "bad": checked.bad, "problems": shown})
     else:
-        _say(f"{checked.rows:,} rows, {checked.bad:,} bad")
+        problems.tell_rest("--all prints every one")
+        say(f"{checked.rows:,} rows, {checked.bad:,} bad{checked.hint}")
     raise typer.Exit(Exit.FAILED if checked.bad else Exit.OK)
 
 
@@ -273,10 +305,10 @@ def main() -> NoReturn:
     try:
         app()
     except LivebatchError as error:
-        _say(f"producer: {error}")
+        say(f"producer: {error}")
         sys.exit(_code(error))
     except OSError as error:  # of standard input or output: what has a name is explained where it is used
-        _say(f"producer: {error.filename or 'standard output'}: {error.strerror or error}")
+        say(f"producer: {error.filename or 'standard output'}: {error.strerror or error}")
         sys.exit(Exit.USAGE)
     except SystemExit as done:
         sys.exit(Exit.INTERRUPTED if done.code == CTRL_C else done.code)
@@ -298,39 +330,6 @@ def _code(error: LivebatchError) -> Exit:
     if isinstance(error, InterruptedHereError):
         return Exit.INTERRUPTED
     return Exit.REDIS if isinstance(error, StoreError) else Exit.USAGE
-
-
-class _Stdout:
-    """Result lines on standard output."""
-
-    cursor: str | None = None
-
-    def __init__(self, style: Style) -> None:
-        self._style = style
-
-    def expect(self, created: float) -> None:
-        """Nothing: what was printed before is not known here."""
-
-    def write(self, results: Sequence[Any], cursor: str) -> None:
-        for result in results:
-            sys.stdout.buffer.write(self._style.line(result))
-        sys.stdout.buffer.flush()
-
-
-@contextmanager
-def _sink(
-    out: Path | None, batch_id: str, style: Style, errors: Path | None
-) -> Iterator[ResultFile | _Stdout]:
-    """Where result lines go; a file that cannot be written is found here, before anything is queued."""
-    from producer.output import ResultFile
-
-    if out is None:
-        if errors is not None:
-            raise UsageError("--errors-file splits failed rows off a results file: give one with -o")
-        yield _Stdout(style)
-    else:
-        with ResultFile(out, batch_id, style, errors) as sink:
-            yield sink
 
 
 def _display(stdout_is_free: object) -> Display:
@@ -363,22 +362,6 @@ def _keep_seconds(days: float) -> int:
     return round(days * 86_400)
 
 
-def _follow(
-    client: Client, batch_id: str, sink: ResultFile | _Stdout, show: Display, *, follow: bool, ordered: bool
-) -> None:
-    look_for_workers_at = time.monotonic() + NO_WORKER_SECONDS
-    for page in client.pages(batch_id, follow=follow, ordered=ordered, cursor=sink.cursor):
-        sink.expect(page.status.created)
-        sink.write(page.results, page.cursor)
-        show.running(page.status)
-        if page.status.waiting and time.monotonic() > look_for_workers_at:
-            look_for_workers_at = math.inf
-            if not client.workers():
-                _say(
-                    f"no worker is live: start one with `worker run --model DIR --queue {page.status.queue}`"
-                )
-
-
 def _finish(status: BatchStatus, as_json: bool = False) -> NoReturn:
     if as_json:
         _print_json(status.to_dict())
@@ -390,9 +373,7 @@ def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:
         _print_json(asdict(batch))
     else:
         print(batch.id)
-        already = f", {batch.already:,} were there already" if batch.already else ""
-        bad = f", {batch.failed:,} bad (their results say why)" if batch.failed else ""
-        _say(f"queued {batch.queued:,} rows on {batch.queue}{already}{bad}. Collect with: {come_back}")
+        say(f"{queued_line(batch)}. Collect with: {come_back}")
     raise typer.Exit(Exit.FAILED if batch.failed else Exit.OK)
 
 
@@ -403,17 +384,39 @@ def _output_flags(out: Path | None, ordered: bool, flat: bool, errors: Path | No
     return words + ["--ordered"] * ordered + ["--flat"] * flat
 
 
-def _problem(bad: BadRow) -> str:
-    return f"{bad.failure.message} ({bad.failure.code})"
+class _Problems:
+    """Bad lines as they are found, printed up to ``most`` of them, then counted."""
+
+    def __init__(self, most: int = SHOWN_PROBLEMS, stream: TextIO | None = None) -> None:
+        self._left = most
+        self._more = 0
+        self._stream = stream
+
+    def add(self, bad: BadRow) -> None:
+        if self._left:
+            self._left -= 1
+            self._print(f"{bad.failure.message} ({bad.failure.code})")
+        else:
+            self._more += 1
+
+    def tell_rest(self, how: str) -> None:
+        if self._more:
+            self._print(f"... and {self._more:,} more ({how})")
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream or sys.stderr, flush=True)
+
+
+def _problem_fields(bad: BadRow) -> dict[str, Any]:
+    return {"file": bad.file, "line": bad.line, "custom_id": bad.custom_id, **asdict(bad.failure)}
+
+
+def _warn(text: str) -> None:
+    say(f"warning: {text}")
 
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False))
-
-
-def _say(text: str) -> None:
-    """To the person, not into the data."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

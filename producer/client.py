@@ -24,14 +24,16 @@ from producer.store import DEFAULT_QUEUE, Store
 if TYPE_CHECKING:
     from producer.completions import Page
     from producer.jsonl import BadRow, Format
+    from producer.sources import Source
     from producer.validation import Validation
-    from producer.wire import Result
+    from producer.wire import Request, Result
 
 BATCH_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 QUEUE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 OnProgress = Callable[[Progress], None]
 OnBad = Callable[["BadRow"], None]
+OnWarning = Callable[[str], None]
 
 
 def new_batch_id() -> str:
@@ -74,22 +76,28 @@ class Client:
         strict: bool = False,
         on_progress: OnProgress = _ignore,
         on_bad: OnBad = _ignore,
+        on_warning: OnWarning = _ignore,
     ) -> Batch:
         """Queue every row of ``files`` (paths, patterns, "-") that is not in the batch yet.
 
         Submitting the same files again under the same ``batch_id`` adds only what is missing. A bad line gets
         an error result; with ``strict`` a bad line refuses all (BadLinesError), ``on_bad`` seeing each.
+        ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server.
         """
         from producer import sources
         from producer.validation import BadLinesError, validate
 
-        names = sources.expand(files)
-        with sources.readable_twice(names) as paths:
-            if strict and (validation := validate(paths, format, on_bad)).bad:
+        self._check(on_warning)
+        with sources.readable_twice(sources.expand(files)) as found:
+            if strict and (validation := validate(found, format, on_bad, _ignore)).bad:
                 raise BadLinesError(validation)
-            batch_id = new_batch_id() if batch_id is None else batch_id
             return self._submit(
-                names, paths, queue=queue, batch_id=batch_id, format=format, on_progress=on_progress
+                found,
+                queue=queue,
+                batch_id=batch_id,
+                format=format,
+                on_progress=on_progress,
+                on_warning=on_warning,
             )
 
     def submit_rows(
@@ -99,8 +107,12 @@ class Client:
         queue: str = DEFAULT_QUEUE,
         batch_id: str | None = None,
         on_progress: OnProgress = _ignore,
+        on_warning: OnWarning = _ignore,
     ) -> Batch:
         """Queue rows given as dicts, in any of the input shapes. Row n is line n of the batch."""
+        from producer.sources import Source
+
+        self._check(on_warning)
         with tempfile.NamedTemporaryFile("w", prefix="livebatch-rows-", encoding="ascii") as copy:
             for number, row in enumerate(rows, 1):
                 try:
@@ -108,21 +120,30 @@ class Client:
                 except (TypeError, ValueError, RecursionError) as error:
                     raise UsageError(f"row {number} cannot be written as JSON: {error}") from error
             copy.flush()
-            batch_id = new_batch_id() if batch_id is None else batch_id
-            files = ["rows"], [copy.name]
+            found = [Source("rows", copy.name)]
             return self._submit(
-                *files, queue=queue, batch_id=batch_id, format="jsonl", on_progress=on_progress
+                found,
+                queue=queue,
+                batch_id=batch_id,
+                format="jsonl",
+                on_progress=on_progress,
+                on_warning=on_warning,
             )
 
     def validate(
-        self, files: Sequence[str], *, format: Format = "jsonl", on_bad: OnBad = _ignore
+        self,
+        files: Sequence[str],
+        *,
+        format: Format = "jsonl",
+        on_bad: OnBad = _ignore,
+        on_warning: OnWarning = _ignore,
     ) -> Validation:
         """Check every line as ``submit`` would, without Redis. ``on_bad`` gets each bad one, in order."""
         from producer import sources
         from producer.validation import validate
 
-        with sources.readable_twice(sources.expand(files)) as paths:
-            return validate(paths, format, on_bad)
+        with sources.readable_twice(sources.expand(files)) as found:
+            return validate(found, format, on_bad, on_warning)
 
     def status(self, batch_id: str) -> BatchStatus:
         """Counts, state and rates. Raises UsageError when there is no such batch."""
@@ -181,57 +202,65 @@ class Client:
                 Sweeper(store, record).sweep(cancel=True)
             return store.status(batch_id)
 
-    def _submit(
-        self,
-        names: Sequence[str],
-        paths: Sequence[str],
-        *,
-        queue: str,
-        batch_id: str,
-        format: Format,
-        on_progress: OnProgress,
-    ) -> Batch:
-        """Queue the files at ``paths``, called ``names``."""
+    def _check(self, on_warning: OnWarning) -> None:
+        for warning in self.check():
+            on_warning(warning)
+
+    def _record(self, found: Sequence[Source], queue: str, batch_id: str, format: Format) -> Record:
+        """What the batch will be, from the files as they are now."""
         from producer import sources
 
         _check_names(batch_id, queue)
-        self.check()
-        stamps = [sources.stamp(path) for path in paths]
-        record = Record(
+        return Record(
             id=batch_id,
             queue=queue,
             format=format,
             created=time.time(),
-            files=tuple(map(sources.digest, names, paths)),
+            files=tuple(map(sources.digest, found)),
             keep_seconds=self._keep_seconds,
         )
-        with connection.explained(self.url):
-            _require_same(self._store.create(record), record)
-            progress = self._enqueue(record, paths, format, on_progress)
-            if stamps != [sources.stamp(path) for path in paths]:
-                raise UsageError(CHANGED.format(id=batch_id))
-            self._store.set_state(batch_id, "closed")
-        done = {"queued": progress.queued, "already": progress.already, "failed": progress.failed}
-        return Batch(id=batch_id, queue=queue, **done)
 
-    def _enqueue(
-        self, record: Record, paths: Sequence[str], format: Format, on_progress: OnProgress
-    ) -> Progress:
-        from producer.enqueue import Enqueuer, chunks
+    def _submit(
+        self,
+        found: Sequence[Source],
+        *,
+        queue: str,
+        batch_id: str | None,
+        format: Format,
+        on_progress: OnProgress,
+        on_warning: OnWarning,
+    ) -> Batch:
+        from producer import sources
         from producer.validation import read_all
 
         progress = Progress()
+        stamps = list(map(sources.stamp, found))
+        record = self._record(found, queue, new_batch_id() if batch_id is None else batch_id, format)
+        with connection.explained(self.url):
+            _require_same(self._store.create(record), record)
+            rows = read_all(found, record.id, format, on_warning, progress)
+            self._enqueue(record, rows, progress, on_progress)
+            if stamps != list(map(sources.stamp, found)):
+                raise UsageError(CHANGED.format(id=record.id))
+            self._store.set_state(record.id, "closed")
+        done = {"queued": progress.queued, "already": progress.already, "failed": progress.failed}
+        return Batch(id=record.id, queue=record.queue, **done)
+
+    def _enqueue(
+        self, record: Record, rows: Iterator[Request | BadRow], progress: Progress, on_progress: OnProgress
+    ) -> None:
+        """Add ``rows`` to the batch; ``progress`` counts what became of them."""
+        from producer.enqueue import Enqueuer, chunks
 
         def hold() -> None:
             progress.holding = True
             on_progress(progress)
 
         enqueuer = Enqueuer(self._store, record, hold)
-        for chunk in chunks(read_all(paths, record.id, format, progress)):
+        for chunk in chunks(rows):
             progress.add(enqueuer.add(chunk))
             progress.holding = False
             on_progress(progress)
-        return progress
 
 
 # A file somebody still writes to is not what its digest says, and could never be submitted again.

@@ -26,6 +26,7 @@ NOT_DURABLE = (
     "this Redis keeps no append-only file: if it dies, accepted rows are lost. "
     "Turn it on: redis-cli CONFIG SET appendonly yes"
 )
+UNPRINTABLE = "the given Redis URL"  # shown for one of which any part may be the password's
 MEMORY_FULL = 0.85  # of maxmemory; beyond it a producer holds, so that workers can still drain
 
 
@@ -35,11 +36,16 @@ def default_url() -> str:
 
 def redact(url: str) -> str:
     """The URL as it may be printed: no password, no query."""
+    if "://" not in url:  # urlsplit would take localhost:6379 for a scheme
+        _, at, host = url.rpartition("@")
+        return UNPRINTABLE if "?" in url or "#" in url else f"***@{host}" if at else host
     try:
         parts = urlsplit(url)
         secret = parts.password is not None
     except ValueError:
-        return "the given Redis URL"
+        return UNPRINTABLE
+    if "@" in url and "@" not in parts.netloc:  # cut at a # or / of a password
+        return UNPRINTABLE
     host = parts.netloc.rpartition("@")[2]
     who = f"{parts.username or ''}:***@" if secret else f"{parts.username}@" if parts.username else ""
     return f"{parts.scheme}://{who}{host}{parts.path}"
@@ -57,12 +63,21 @@ def connect(url: str) -> Redis:
     settings: dict[str, Any] = {"socket_connect_timeout": CONNECT_SECONDS}
     try:
         probe = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **settings)
-    except ValueError as error:
-        raise UsageError(f"{redact(url)} is not a Redis URL (redis://HOST:PORT/DB): {error}") from None
+    except ValueError:
+        raise UsageError(not_a_url(url)) from None
     with probe, explained(url):
         probe.ping()
     patience = Retry(ExponentialBackoff(cap=1.0, base=0.05), OUTAGE_RETRIES)
     return redis.Redis.from_url(url, retry=patience, **settings)
+
+
+def not_a_url(url: str) -> str:
+    """What to say of a URL that redis-py does not take; its own words may hold parts of a password."""
+    shown = redact(url)
+    if "://" in url or shown == UNPRINTABLE:
+        return f"{shown} is not a Redis URL (redis://USER:PASSWORD@HOST:PORT/DB, special characters as %XX)"
+    meant = f"unix://{shown}" if shown.startswith("/") else f"redis://{shown}"
+    return f"{shown} is not a Redis URL: did you mean {meant}?"
 
 
 @contextmanager

@@ -71,17 +71,19 @@ def read_rows(
     file_index: int = 0,
     format: Format = "jsonl",
     many_files: bool = False,
+    title: str = "",
     progress: Progress | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[wire.Request | BadRow]:
     """Every line of ``path`` that is not blank, in order, as a Request or a BadRow; constant memory.
 
-    ``format`` text: each line is a prompt. Raises UsageError when the file cannot be read (lines.read_lines).
+    ``format`` text: each line is a prompt. Raises UsageError when the file cannot be read (lines.read_lines,
+    which takes ``title``).
     """
     parse = parse_text if format == "text" else parse_line
     # A file name need not be Unicode, a custom_id must be, and at most 512 characters.
     name = clean(os.fsencode(path).decode("utf-8", "replace"), 400) if many_files else ""
-    for line in read_lines(path, progress=progress, max_line_bytes=max_line_bytes):
+    for line in read_lines(path, title=title, progress=progress, max_line_bytes=max_line_bytes):
         if not line.data or line.data.isspace():
             continue
         place = Place(batch_id, file_index, line.number, name)

@@ -20,6 +20,7 @@ from typing import BinaryIO, cast
 from producer.errors import UsageError
 
 STDIN = "-"
+STDIN_TITLE = "standard input"  # how people are told of it
 MAX_LINE_BYTES = 64 * 2**20
 HEAD_BYTES = 4096  # what is kept of a line over the cap: enough to find its custom_id
 REPORT_BYTES = 256 * 1024  # of text between two progress reports
@@ -52,26 +53,33 @@ def check_readable(path: str) -> None:
 
 
 def read_lines(
-    path: str, *, progress: Progress | None = None, max_line_bytes: int = MAX_LINE_BYTES
+    path: str,
+    *,
+    title: str = "",
+    progress: Progress | None = None,
+    max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Line]:
     """The lines of a file, of gzip data, or of stdin (``-``), in constant memory.
 
-    Raises UsageError when the file cannot be opened, is UTF-16, or its gzip data is damaged.
+    Raises UsageError, with ``title`` (else the path), when the file cannot be opened, is UTF-16, or its gzip
+    data is damaged.
     """
     check_readable(path)
+    title = title or (STDIN_TITLE if path == STDIN else path)
     number = 0
     try:
         with ExitStack() as stack:
             source = _Source.open(path, stack)
             for line in _split(source.stream, max_line_bytes):
                 number = line.number
-                yield _without_mark(line, path) if number == 1 else line
+                yield _without_mark(line, title) if number == 1 else line
                 source.report(len(line.data), progress)
             source.report(None, progress)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(f"{path}: the gzip data is damaged after line {number} ({error})") from error
+        raise UsageError(f"{title}: the gzip data is damaged after line {number} ({error})") from error
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read after line {number} ({error.strerror or error})") from error
+        reason = error.strerror or error
+        raise UsageError(f"{title}: cannot be read after line {number} ({reason})") from error
 
 
 @dataclass(slots=True)
@@ -117,7 +125,7 @@ def _split(stream: BinaryIO, cap: int) -> Iterator[Line]:
             pass
 
 
-def _without_mark(line: Line, path: str) -> Line:
+def _without_mark(line: Line, title: str) -> Line:
     if line.data.startswith(UTF16_MARKS):
-        raise UsageError(f"{path}: is UTF-16; save it as UTF-8")
+        raise UsageError(f"{title}: is UTF-16; save it as UTF-8")
     return Line(line.number, line.data.removeprefix(UTF8_MARK), line.whole)

@@ -9,39 +9,54 @@ import sys
 import time
 from collections import deque
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from producer.batch import BatchStatus, Progress
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
-
 WINDOW_SECONDS = 15.0  # rates are of the last while, not of the whole batch: workers come and go
+RATE_ROWS = 5  # that must have ended, and seconds that must have passed, since the first end: no rate before
+RATE_SECONDS = 2.0
 LINE_SECONDS = 5.0
 
 
 class Rates:
-    """Rows and tokens a second over the last WINDOW_SECONDS."""
+    """Rows and tokens a second over the last WINDOW_SECONDS, or longer where few rows end.
+
+    The clock starts when the first row ends under our eyes: before that, a worker may have loaded its model.
+    """
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()  # (when, rows ended, tokens)
+        self._at_first: int | None = None  # rows ended when we began to look
 
     def update(self, status: BatchStatus, now: float) -> None:
+        if self._at_first is None:
+            self._at_first = status.ended
+        if status.ended == self._at_first:
+            return
         self._seen.append((now, status.ended, status.completion_tokens))
-        while len(self._seen) > 2 and now - self._seen[1][0] > WINDOW_SECONDS:
+        while len(self._seen) > 2 and self._is_enough(self._seen[1], WINDOW_SECONDS):
             self._seen.popleft()
 
     @property
-    def _seconds(self) -> float:
-        return self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
-
-    @property
     def rows_per_second(self) -> float:
-        return (self._seen[-1][1] - self._seen[0][1]) / self._seconds if self._seconds else 0.0
+        """0: not known yet."""
+        return self._rate(1)
 
     @property
     def tokens_per_second(self) -> float:
-        return (self._seen[-1][2] - self._seen[0][2]) / self._seconds if self._seconds else 0.0
+        """0: not known yet."""
+        return self._rate(2)
+
+    def _is_enough(self, since: tuple[float, int, int], seconds: float) -> bool:
+        now, ended, _ = self._seen[-1]
+        return now - since[0] >= seconds and ended - since[1] >= RATE_ROWS
+
+    def _rate(self, column: int) -> float:
+        if not self._seen or not self._is_enough(self._seen[0], RATE_SECONDS):
+            return 0.0
+        first, last = self._seen[0], self._seen[-1]
+        return (last[column] - first[column]) / (last[0] - first[0])
 
 
 def describe_queueing(progress: Progress) -> str:
@@ -124,44 +139,10 @@ class Lines:
             print(self._text, file=sys.stderr, flush=True)
 
 
-class Bar:
-    """For a terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as RichProgress
-
-        self._rates = Rates()
-        columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        self._bar = RichProgress(*columns, console=Console(stderr=True), redirect_stdout=False)
-        self._task: TaskID | None = None
-
-    def queueing(self, progress: Progress) -> None:
-        self._show(describe_queueing(progress), progress.fraction)
-
-    def running(self, status: BatchStatus) -> None:
-        self._rates.update(status, time.monotonic())
-        done = status.ended / status.rows if status.rows else None
-        self._show(describe_running(status, self._rates), done)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def _show(self, text: str, done: float | None) -> None:
-        if self._task is None:
-            self._task = self._bar.add_task(text)
-        self._bar.update(
-            self._task, description=text, total=None if done is None else 1.0, completed=done or 0.0
-        )
-
-
 def display(*, live: bool = True) -> Display:
     """A bar where a person watches and ``live`` allows it."""
-    return Bar() if live and sys.stderr.isatty() else Lines()
+    if not (live and sys.stderr.isatty()):
+        return Lines()
+    from producer.bar import Bar
+
+    return Bar()

@@ -43,16 +43,21 @@ local function settle()
 end
 """
 
-# ARGV: prompt tokens, completion tokens, then (job id, outcome, result) for each row. Returns the rows ended.
+# ARGV: prompt tokens, completion tokens, when the rows were taken and when they completed ('' '': none did),
+#       then (job id, outcome, result) for each row. Returns the rows ended.
 LOG = (
     _ROW
     + _SETTLE
     + """
 local ended = 0
-for i = 3, #ARGV, 3 do
+for i = 5, #ARGV, 3 do
   if end_row(ARGV[i], ARGV[i + 1], ARGV[i + 2]) then ended = ended + 1 end
 end
 if ended > 0 then
+  if ARGV[3] ~= '' then
+    redis.call('HSETNX', KEYS[1] .. ':counts', 'started_at', ARGV[3])
+    redis.call('HSET', KEYS[1] .. ':counts', 'completed_at', ARGV[4])
+  end
   redis.call('HINCRBY', KEYS[1] .. ':counts', 'prompt_tokens', ARGV[1])
   redis.call('HINCRBY', KEYS[1] .. ':counts', 'completion_tokens', ARGV[2])
   settle()

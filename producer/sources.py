@@ -12,11 +12,25 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from producer.batch import SourceFile
 from producer.errors import UsageError
-from producer.lines import STDIN, check_readable
+from producer.lines import STDIN, STDIN_TITLE, check_readable
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An input file: as the batch's record names it, and where its bytes lie (stdin's are a copy)."""
+
+    name: str
+    path: str
+
+    @property
+    def title(self) -> str:
+        """As people are told of it."""
+        return STDIN_TITLE if self.name == STDIN else self.name
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
@@ -38,30 +52,35 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def readable_twice(names: Sequence[str]) -> Iterator[list[str]]:
+def readable_twice(names: Sequence[str]) -> Iterator[list[Source]]:
     """The same files, stdin copied to a temporary one: its digest is taken before its first row is queued."""
     if list(names) != [STDIN]:
-        yield list(names)
+        yield [Source(name, name) for name in names]
         return
     with tempfile.NamedTemporaryFile(prefix="livebatch-stdin-") as copy:
-        shutil.copyfileobj(sys.stdin.buffer, copy)
-        copy.flush()
-        yield [copy.name]
+        source = Source(STDIN, copy.name)
+        with _readable(source):
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+            copy.flush()
+        yield [source]
 
 
-def digest(name: str, path: str) -> SourceFile:
-    """The file at ``path`` as the batch's record names it."""
-    try:
-        with Path(path).open("rb") as stream:
-            return SourceFile(name, hashlib.file_digest(stream, "sha256").hexdigest())
-    except OSError as error:
-        raise UsageError(f"{name}: cannot be read ({error.strerror or error})") from error
+def digest(source: Source) -> SourceFile:
+    """The file as the batch's record names it."""
+    with _readable(source), Path(source.path).open("rb") as stream:
+        return SourceFile(source.name, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def stamp(path: str) -> tuple[int, int]:
+def stamp(source: Source) -> tuple[int, int]:
     """Size and time of the last change: a file somebody writes to while it is read does not keep them."""
-    try:
-        found = Path(path).stat()
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
+    with _readable(source):
+        found = Path(source.path).stat()
     return found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def _readable(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{source.title}: cannot be read ({error.strerror or error})") from error

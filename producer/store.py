@@ -7,7 +7,8 @@ Must not know files, terminals or how a row is run.
     livebatch:batches               zset    batch id -> created (unix seconds)
     livebatch:batch:{id}            hash    record (JSON), state open|closed|cancelled, files, keep_seconds
     livebatch:batch:{id}:counts     hash    rows, completed, failed, cancelled, prompt_tokens,
-                                            completion_tokens, queued_at
+                                            completion_tokens; queued_at, started_at, completed_at:
+                                            unix seconds, see BatchStatus
     livebatch:batch:{id}:ids        hash    custom_id -> "{file}-{line}"; the job id is "{id}-{file}-{line}"
     livebatch:batch:{id}:lines:{f}  bitmap  lines of file f that were accepted (bad lines too)
     livebatch:batch:{id}:ended:{f}  bitmap  lines of file f whose end stands in the log
@@ -24,6 +25,7 @@ workers count up all the time. A batch's keys start to age when its last row has
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from producer.wire import Result
 
 Counts = Mapping[bytes | str, bytes | str]
-Edge = Sequence[tuple[bytes | str, Any]]  # of a stream: one entry (id, fields), or none
 
 PREFIX = "livebatch:"
 BATCHES = PREFIX + "batches"
@@ -147,11 +148,9 @@ class Store:
             for batch_id in batch_ids:
                 pipe.hmget(batch_key(batch_id), ["record", "state"])
                 pipe.hgetall(counts_key(batch_id))
-                pipe.xrange(log_key(batch_id), count=1)
-                pipe.xrevrange(log_key(batch_id), count=1)
             answers = pipe.execute()
-        parts = [answers[i : i + 4] for i in range(0, len(answers), 4)]
-        return [_status(*part) for part in parts if part[0][0] is not None]
+        parts = zip(answers[::2], answers[1::2], strict=True)
+        return [_status(head, counts) for head, counts in parts if head[0] is not None]
 
     def status(self, batch_id: str) -> BatchStatus:
         """Raises UsageError when there is no such batch."""
@@ -183,18 +182,22 @@ class Store:
         *,
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
+        started_at: float | None = None,
     ) -> None:
         """These rows ended well: their RQ jobs return their Results. Tokens are sums over the rows.
 
+        ``started_at``: when a worker took the first of them (unix seconds); None: just now.
         A row that ended before (cancelled, given up as lost) keeps its first end: this call changes nothing.
         """
         rows = [part for job_id in job_ids for part in (job_id, "completed", "")]
-        pipe.eval(scripts.LOG, 1, batch_key(batch_id), prompt_tokens, completion_tokens, *rows)
+        now = time.time()
+        times = repr(now if started_at is None else started_at), repr(now)
+        pipe.eval(scripts.LOG, 1, batch_key(batch_id), prompt_tokens, completion_tokens, *times, *rows)
 
     def log_failed(self, pipe: Pipeline, batch_id: str, results: Iterable[Result]) -> None:
         """These rows failed, or were cancelled (code "batch_cancelled"). The Results are kept in the log."""
         rows = [part for result in results for part in (result.job_id, outcome(result), encode(result))]
-        pipe.eval(scripts.LOG, 1, batch_key(batch_id), 0, 0, *rows)
+        pipe.eval(scripts.LOG, 1, batch_key(batch_id), 0, 0, "", "", *rows)
 
     def report_worker(self, pipe: Pipeline, name: str, fields: Mapping[str, str], ttl_seconds: int) -> None:
         """What `producer status` shows of a worker until ``ttl_seconds`` from now."""
@@ -242,7 +245,7 @@ def no_such_batch(batch_id: str) -> UsageError:
     return UsageError(f"there is no batch {batch_id}: `producer list` shows those there are")
 
 
-def _status(head: list[bytes | None], counts: Counts, first: Edge, last: Edge) -> BatchStatus:
+def _status(head: list[bytes | None], counts: Counts) -> BatchStatus:
     record = Record.decode(head[0] or b"")
     numbers = {as_text(name): float(value) for name, value in counts.items()}
     names = ("rows", "completed", "failed", "cancelled", "prompt_tokens", "completion_tokens")
@@ -251,15 +254,10 @@ def _status(head: list[bytes | None], counts: Counts, first: Edge, last: Edge) -
         queue=record.queue,
         state=cast("State", as_text(head[1] or b"open")),
         created=record.created,
-        busy_seconds=_log_seconds(last) - _log_seconds(first),
+        busy_seconds=max(0.0, numbers.get("completed_at", 0.0) - numbers.get("started_at", 0.0)),
         queued_at=numbers.get("queued_at", record.created),
         **{name: int(numbers.get(name, 0)) for name in names},
     )
-
-
-def _log_seconds(entries: Edge) -> float:
-    """When a log entry was written: stream ids begin with unix milliseconds."""
-    return int(as_text(entries[0][0]).partition("-")[0]) / 1000 if entries else 0.0
 
 
 def outcome(result: Result) -> str:

@@ -34,16 +34,16 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def batch_table(statuses: Sequence[BatchStatus]) -> str:
+def batch_table(statuses: Sequence[BatchStatus], workers: Sequence[WorkerReport]) -> str:
     if not statuses:
         return "no batches"
-    return columns(BATCH_COLUMNS, [_batch_row(status) for status in statuses])
+    return columns(BATCH_COLUMNS, [_batch_row(status, workers) for status in statuses])
 
 
 def worker_table(reports: Sequence[WorkerReport]) -> str:
     """One line a worker; the columns are whatever the workers say of themselves."""
     if not reports:
-        return "no live workers: start one with `worker run --model DIR`"
+        return "no worker reports: start one with `worker run --model DIR` (it reports once it is loaded)"
     names = list(dict.fromkeys(name for report in reports for name in report.fields))
     header = ["worker", *(name.replace("_per_second", "/s").replace("_", " ") for name in names)]
     return columns(
@@ -55,18 +55,17 @@ def advice(status: BatchStatus) -> str:
     """What a person may want to do about a batch; empty when all is well."""
     if status.state == "open" and status.silent_seconds > SILENT_SECONDS:
         return (
-            f"batch {status.id} is still open, and its producer has been silent for "
+            f"batch {status.id} is still being queued, but its producer has been silent for "
             f"{duration(status.silent_seconds)}: submit the same files again with --batch-id {status.id}"
         )
     return ""
 
 
-def _batch_row(status: BatchStatus) -> list[str]:
+def _batch_row(status: BatchStatus, workers: Sequence[WorkerReport]) -> list[str]:
     counts = (status.rows, status.completed, status.failed, status.cancelled, status.waiting)
     rate = f"{status.tokens_per_second:,.0f}" if status.tokens_per_second else "-"
-    state = "done" if status.state == "closed" and status.is_over else status.state
     age = duration(max(0.0, time.time() - status.created))
-    return [status.id, status.queue, state, *(f"{count:,}" for count in counts), rate, age]
+    return [status.id, status.queue, status.phase(workers), *(f"{count:,}" for count in counts), rate, age]
 
 
 def _printable(text: str) -> str:

@@ -5,12 +5,14 @@ Owns reading several files as one stream of rows, and counting the bad ones. Mus
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from producer.batch import Progress
 from producer.errors import UsageError
 from producer.jsonl import BadRow, Duplicates, Format, read_rows
+from producer.sources import Source
 from producer.wire import Request
 
 NO_BATCH = "validate"  # stands for the batch id of rows that are only looked at
@@ -23,6 +25,13 @@ class Validation:
     rows: int = 0
     bad: int = 0
     first: BadRow | None = None
+    codes: Counter[str] = field(default_factory=Counter)  # what the bad rows' failures are
+
+    @property
+    def hint(self) -> str:
+        """To be put behind the counts where there are rows, and not one of them is JSON; else empty."""
+        is_no_jsonl = 0 < self.rows == self.codes["invalid_json"]
+        return "; is this JSONL? --format text takes one prompt a line" if is_no_jsonl else ""
 
 
 class BadLinesError(UsageError):
@@ -30,38 +39,58 @@ class BadLinesError(UsageError):
 
     def __init__(self, validation: Validation) -> None:
         first = f", the first: {validation.first.failure.message}" if validation.first else ""
-        super().__init__(f"nothing was queued: {validation.bad} of {validation.rows} rows are bad{first}")
+        found = f"{validation.bad} of {validation.rows} rows are bad"
+        super().__init__(f"nothing was queued: {found}{first}{validation.hint}")
         self.validation = validation
 
 
 def read_all(
-    paths: Sequence[str], batch_id: str, format: Format, progress: Progress | None = None
+    sources: Sequence[Source],
+    batch_id: str,
+    format: Format,
+    on_warning: Callable[[str], None],
+    progress: Progress | None = None,
 ) -> Iterator[Request | BadRow]:
-    """Every row of the files, in order; ``progress.fraction`` follows the bytes read."""
-    for index, path in enumerate(paths):
+    """Every row of the files, in order; ``progress.fraction`` follows the bytes read.
+
+    ``on_warning`` is told of each file without rows.
+    """
+    for index, source in enumerate(sources):
+        has_rows = False
 
         def report(done: int, size: int | None, index: int = index) -> None:
             if progress is not None and size:
-                progress.fraction = (index + done / size) / len(paths)
+                progress.fraction = (index + done / size) / len(sources)
 
-        yield from read_rows(
-            path,
+        for row in read_rows(
+            source.path,
             batch_id=batch_id,
             file_index=index,
             format=format,
-            many_files=len(paths) > 1,
+            many_files=len(sources) > 1,
+            title=source.title,
             progress=report,
-        )
+        ):
+            has_rows = True
+            yield row
+        if not has_rows:
+            on_warning(f"{source.title} has no rows")
 
 
-def validate(paths: Sequence[str], format: Format, on_bad: Callable[[BadRow], None]) -> Validation:
+def validate(
+    sources: Sequence[Source],
+    format: Format,
+    on_bad: Callable[[BadRow], None],
+    on_warning: Callable[[str], None],
+) -> Validation:
     """Read everything; ``on_bad`` gets each bad row, a custom_id's second use among them."""
     found, duplicates = Validation(), Duplicates()
-    for row in read_all(paths, NO_BATCH, format):
+    for row in read_all(sources, NO_BATCH, format, on_warning):
         found.rows += 1
         bad = row if isinstance(row, BadRow) else duplicates.check(row)
         if bad is not None:
             found.bad += 1
             found.first = found.first or bad
+            found.codes[bad.failure.code] += 1
             on_bad(bad)
     return found

@@ -180,6 +180,9 @@ class Failure:
     param: str | None
     status_code: int | None
 
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
     @classmethod
     def of(cls, code: str, message: str, param: str | None = None) -> Failure:
         """A failure with the status code that belongs to ``code``; 500 for one the table does not have."""

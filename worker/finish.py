@@ -159,7 +159,8 @@ class Finisher:
         self._entry.tally(pipe, completed, len(endings) - completed, seconds)
 
     def _log(self, pipe: Pipeline, endings: Sequence[Ending]) -> None:
-        for batch_id, rows in _by_batch(endings).items():
+        for batch_id, ends in _by_batch(endings).items():
+            rows = [end.result for end in ends]
             completed = [row for row in rows if row.failure is None]
             if completed:
                 self._store.log_completed(
@@ -168,6 +169,7 @@ class Finisher:
                     [row.job_id for row in completed],
                     prompt_tokens=sum(row.usage.prompt_tokens for row in completed if row.usage),
                     completion_tokens=sum(row.usage.completion_tokens for row in completed if row.usage),
+                    started_at=min(end.lease.started_at for end in ends),
                 )
             if len(completed) < len(rows):
                 self._store.log_failed(pipe, batch_id, [row for row in rows if row.failure is not None])
@@ -176,12 +178,12 @@ class Finisher:
         return [RQ_KEY_PREFIX, self._entry.name, *names(end.lease for end in endings)]
 
 
-def _by_batch(endings: Sequence[Ending]) -> dict[str, list[Result]]:
-    """Results by batch; a foreign job's belongs to none. The log takes only rows the batch accepted."""
-    batches: dict[str, list[Result]] = defaultdict(list)
+def _by_batch(endings: Sequence[Ending]) -> dict[str, list[Ending]]:
+    """Endings by batch; a foreign job's belongs to none. The log takes only rows the batch accepted."""
+    batches: dict[str, list[Ending]] = defaultdict(list)
     for end in endings:
         try:
-            batches[parse_job_id(end.lease.job_id)[0]].append(end.result)
+            batches[parse_job_id(end.lease.job_id)[0]].append(end)
         except WireError:
             continue
     return batches

@@ -30,7 +30,8 @@ def modules_after(code: str) -> set[str]:
 
 ALL_OF_IT = (
     "import producer.cli, producer.client, producer.completions, producer.enqueue, producer.sweep, "
-    "producer.output, producer.tables, producer.progress, producer.validation, producer.embedded"
+    "producer.output, producer.tables, producer.progress, producer.bar, producer.following, "
+    "producer.validation, producer.embedded"
 )
 
 

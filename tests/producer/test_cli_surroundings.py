@@ -144,7 +144,7 @@ def test_a_file_whose_name_is_not_unicode(batch: TinyWorker, monkeypatch: pytest
 def test_a_batch_id_that_is_not_unicode(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_say", lambda text: print(ascii(text)))
+    monkeypatch.setattr(cli, "say", lambda text: print(ascii(text)))
     assert main(monkeypatch, command, os.fsdecode(b"\xff")) == 2
     assert "there is no batch" in capsys.readouterr().out
 

@@ -7,10 +7,12 @@ import re
 import sys
 
 import pytest
+from rich.console import Console
 
 from producer import progress
+from producer.bar import Bar
 from producer.batch import BatchStatus, Progress
-from producer.progress import Bar, Lines, Rates, describe_queueing, describe_running, display, duration
+from producer.progress import Lines, Rates, describe_queueing, describe_running, display, duration
 
 
 def status(completed: int = 0, failed: int = 0, *, rows: int = 100, state: str = "closed") -> BatchStatus:
@@ -30,18 +32,45 @@ def status(completed: int = 0, failed: int = 0, *, rows: int = 100, state: str =
     )
 
 
-def test_rates_are_of_the_last_while() -> None:
+def rates_after(*seen: tuple[float, int]) -> Rates:
+    """Rates that saw so many rows ended (second element) at these moments."""
     rates = Rates()
-    assert (rates.rows_per_second, rates.tokens_per_second) == (0.0, 0.0)
-    rates.update(status(0), 0.0)
-    assert rates.rows_per_second == 0.0
-    rates.update(status(10), 5.0)
+    for now, ended in seen:
+        rates.update(status(ended), now)
+    return rates
+
+
+def test_the_clock_of_rates_starts_when_the_first_row_ends() -> None:
+    """A worker that loads its model for two minutes is not the batch's speed."""
+    rates = rates_after((0.0, 3), (60.0, 3), (120.0, 4), (122.0, 8), (124.0, 12))
     assert (rates.rows_per_second, rates.tokens_per_second) == (2.0, 40.0)
-    rates.update(status(11), 100.0)
-    rates.update(status(21), 105.0)
-    assert rates.rows_per_second == pytest.approx(11 / 100)
-    rates.update(status(31), 116.0)
-    assert rates.rows_per_second == pytest.approx(20 / 16)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        [],
+        [(0.0, 0)],
+        [(0.0, 0), (60.0, 0)],
+        [(0.0, 0), (60.0, 9)],  # the first end: nothing to measure from yet
+        [(0.0, 0), (60.0, 9), (61.0, 20)],  # too soon
+        [(0.0, 0), (60.0, 9), (80.0, 13)],  # too few
+    ],
+)
+def test_a_rate_needs_some_rows_and_some_time(seen: list[tuple[float, int]]) -> None:
+    rates = rates_after(*seen)
+    assert (rates.rows_per_second, rates.tokens_per_second) == (0.0, 0.0)
+    assert "left" not in describe_running(status(20), rates)
+    assert "tokens/s" not in describe_running(status(20), rates)
+
+
+def test_rates_are_of_the_last_while() -> None:
+    assert rates_after((0, 0), (1, 10), (20, 29), (40, 69)).rows_per_second == pytest.approx(2.0)
+
+
+def test_the_last_while_is_longer_where_few_rows_end() -> None:
+    rates = rates_after((0, 0), *((20 * index, index) for index in range(1, 10)))
+    assert rates.rows_per_second == pytest.approx(1 / 20)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +89,9 @@ def test_queueing_in_words() -> None:
 
 def test_running_in_words() -> None:
     rates = Rates()
-    rates.update(status(0), 0.0)
-    rates.update(status(40, 10), 10.0)
-    assert describe_running(status(40, 10), rates) == "50 of 100 rows, 10 failed, 80 tokens/s, 0:10 left"
+    for now, completed, failed in ((0.0, 0, 0), (5.0, 1, 0), (15.0, 41, 10)):
+        rates.update(status(completed, failed), now)
+    assert describe_running(status(41, 10), rates) == "51 of 100 rows, 10 failed, 80 tokens/s, 0:10 left"
     assert describe_running(status(0, rows=5, state="open"), Rates()) == "0 of 5+ rows"
 
 
@@ -94,3 +123,17 @@ def test_a_pipe_gets_lines_a_terminal_a_bar(monkeypatch: pytest.MonkeyPatch) -> 
         bar.queueing(Progress(queued=7, fraction=0.5))
         bar.running(status(30, 5))
     assert "35 of 100 rows, 5 failed" in re.sub(r"\x1b\[[0-9;?]*\w", "", terminal.getvalue())
+
+
+def test_the_bars_clock_ticks_after_queueing_filled_it() -> None:
+    """rich's own stops when a task is full: it stood at 0:00:00 for the whole of `submit --wait`."""
+    now = [0.0]
+    bar = Bar(clock=lambda: now[0])
+    bar.queueing(Progress(queued=7, fraction=1.0))
+    shown = []
+    for now[0] in (0.0, 5.0, 65.0):
+        bar.running(status(0))
+        console = Console(file=io.StringIO(), width=100)
+        console.print(bar.renderable)
+        shown.append(console.file.getvalue().split()[-1])  # type: ignore[attr-defined]
+    assert shown == ["0:00", "0:05", "1:05"]

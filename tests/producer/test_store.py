@@ -84,6 +84,21 @@ def test_rows_end_in_order_and_are_counted(store: Store) -> None:
     assert (status.prompt_tokens, status.completion_tokens) == (20, 2)
 
 
+def test_a_batch_is_busy_from_the_first_row_taken_to_the_last_completed(store: Store) -> None:
+    """Bad lines end while they are queued, long before a worker has loaded its model: they start no clock."""
+    fail(store, "invalid_value", 1)
+    assert store.status("b").busy_seconds == 0.0
+    for line, started_at in ((2, time.time() - 50), (3, time.time() - 10)):
+        with store.connection.pipeline() as pipe:
+            store.log_completed(pipe, "b", [f"b-0-{line}"], completion_tokens=100, started_at=started_at)
+            pipe.execute()
+    fail(store, "batch_cancelled", 4)
+    status = store.status("b")
+    assert status.busy_seconds == pytest.approx(50, abs=5)
+    assert status.tokens_per_second == pytest.approx(200 / status.busy_seconds)
+    assert status.rows_per_second == pytest.approx(2 / status.busy_seconds)
+
+
 def test_the_first_end_of_a_row_stands(store: Store) -> None:
     complete(store, 1)
     complete(store, 1)

@@ -363,6 +363,10 @@ def test_passwords_are_never_printed(redis_url: str, connection: redis.Redis) ->
         ("redis://me@h:1", "redis://me@h:1"),
         ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock"),
         ("redis://[", "the given Redis URL"),
+        ("redis://:p#w@h:1", "the given Redis URL"),
+        ("localhost:6379", "localhost:6379"),
+        ("me:pw@localhost:6379", "***@localhost:6379"),
+        (":p?w@localhost:6379", "the given Redis URL"),
     ],
 )
 def test_urls_as_they_are_shown(url: str, shown: str) -> None:
@@ -373,6 +377,26 @@ def test_urls_as_they_are_shown(url: str, shown: str) -> None:
 def test_malformed_urls_are_usage_errors(url: str) -> None:
     with pytest.raises(UsageError, match="not a Redis URL"):
         Client(url).check()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("localhost:6379", "localhost:6379 is not a Redis URL: did you mean redis://localhost:6379?"),
+        (":s3@h:1", "***@h:1 is not a Redis URL: did you mean redis://***@h:1?"),
+        ("/run/redis.sock", "/run/redis.sock is not a Redis URL: did you mean unix:///run/redis.sock?"),
+    ],
+)
+def test_a_url_without_its_scheme_is_shown_as_it_was_given(url: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Client(url).check()
+    assert str(caught.value) == said
+
+
+def test_words_of_a_url_do_not_hold_half_a_password() -> None:
+    with pytest.raises(UsageError, match="special characters as %XX") as caught:
+        Client("redis://:s3cret#pw@h:1").check()
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a:b", "x" * 65, "../x", "é"])

@@ -1,0 +1,165 @@
+"""What a person who waits for a batch is told: its id, what went wrong, where the rows are."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+from tiny_worker import TinyWorker, rows, write
+
+from producer import cli, completions, following
+from producer.batch import WorkerReport
+from producer.client import Client
+
+pytestmark = pytest.mark.redis
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def worker(
+    redis_url: str, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> TinyWorker:
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(completions, "BLOCK_MS", 20)
+    return TinyWorker(connection)
+
+
+@pytest.fixture
+def run(worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`producer ...` in this process: its exit code, and what it said on stderr."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["producer", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        said = capsys.readouterr()
+        assert said.out == "" or "-o" not in arguments, "standard output is the data's"
+        return int(done.value.code or 0), said.err
+
+    return run
+
+
+@pytest.fixture
+def work(worker: TinyWorker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have the rows ended whenever somebody who follows shows their progress."""
+
+    def work(fail: int = 0) -> None:
+        def end(*_: object) -> None:
+            live = worker.claim()
+            worker.fail(live[:fail], "timeout")
+            worker.complete(live[fail:])
+
+        monkeypatch.setattr("producer.progress.Lines.running", end)
+
+    return work
+
+
+def test_submit_wait_says_the_id_and_sums_up(run: Run, work: Callable[..., None]) -> None:
+    write(Path("in.jsonl"), [*rows(5), '{"prompt": "x", "top_p": 7}', '{"prompt": "x", "top_p": 8}'])
+    work(fail=1)
+    code, said = run("submit", "in.jsonl", "--batch-id", "m", "--wait", "-o", "out.jsonl")
+    assert code == 1
+    first, *_ = [line for line in said.splitlines() if not line.startswith("queueing")]
+    assert first == "batch m: queued 5 rows on livebatch, 2 bad (their results say why)"
+    assert said.endswith("4 completed, 3 failed -> out.jsonl\nfailed: 2 invalid_value, 1 timeout\n")
+
+
+def test_results_sum_up_what_completed(run: Run, work: Callable[..., None]) -> None:
+    write(Path("in.jsonl"), rows(5))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    work()
+    code, said = run("results", "m", "--follow", "--ordered")
+    assert (code, said.splitlines()[-1]) == (0, "5 completed, 0 failed")
+
+
+def test_results_that_go_on_name_the_failures_of_this_run(run: Run, worker: TinyWorker) -> None:
+    flags = ["-o", "out.jsonl", "--errors-file", "bad.jsonl"]
+    write(Path("in.jsonl"), rows(5))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    live = worker.claim()
+    worker.fail(live[:1], "invalid_logits")
+    code, said = run("results", "m", *flags)
+    assert code == 1
+    assert "0 completed, 1 failed -> out.jsonl, failed rows -> bad.jsonl\nfailed: 1 invalid_logits\n" in said
+    assert said.endswith("4 rows have not ended yet: add --follow to wait for them\n")
+    worker.fail(live[1:2], "timeout")
+    worker.complete(live[2:])
+    code, said = run("results", "m", *flags)
+    assert said.endswith(
+        "3 completed, 2 failed -> out.jsonl, failed rows -> bad.jsonl\nfailed in this run: 1 timeout\n"
+    )
+
+
+def test_an_unfinished_batch_without_failures_exits_0(run: Run, worker: TinyWorker) -> None:
+    write(Path("in.jsonl"), rows(5))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    worker.complete(worker.claim(2))
+    assert run("results", "m", "-o", "out.jsonl")[0] == 0
+
+
+def test_a_cancelled_batch_exits_1(run: Run) -> None:
+    write(Path("in.jsonl"), rows(5))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    run("cancel", "m")
+    code, said = run("results", "m", "-o", "out.jsonl")
+    assert code == 1
+    assert said.endswith("0 completed, 0 failed, 5 cancelled -> out.jsonl\nfailed: 5 batch_cancelled\n")
+
+
+def test_rare_failures_are_counted_together(run: Run, worker: TinyWorker) -> None:
+    write(Path("in.jsonl"), rows(8))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    live = worker.claim()
+    for row, code in zip(live, "aabcdefg", strict=True):
+        worker.fail([row], code)
+    said = run("results", "m", "-o", "out.jsonl")[1]
+    assert said.splitlines()[-1] == "failed: 2 a, 1 b, 1 c, 1 d, 1 e, 2 others"
+
+
+@pytest.mark.parametrize(
+    ("queues", "done", "said"),
+    [
+        ("livebatch", 0, None),
+        (None, 0, "no worker has reported yet: start one with `worker run --model DIR --queue livebatch`"),
+        ("other", 0, "no worker has reported yet"),
+        (None, 1, "no worker reports any more: start one"),
+    ],
+)
+def test_nobody_who_serves_the_queue_is_told_of_once(  # noqa: PLR0917 - pytest passes by name
+    run: Run,
+    worker: TinyWorker,
+    work: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    queues: str | None,
+    done: int,
+    said: str | None,
+) -> None:
+    def look(_: Client) -> list[WorkerReport]:
+        work()  # from here on the batch goes on
+        return [WorkerReport("w", {"queues": queues})] if queues else []
+
+    write(Path("in.jsonl"), rows(5))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    worker.complete(worker.claim(done))
+    monkeypatch.setattr(following, "NO_WORKER_SECONDS", -1.0)
+    monkeypatch.setattr(Client, "workers", look)
+    _, told = run("results", "m", "--follow", "-o", "out.jsonl")
+    assert told.count("no worker") == (said is not None)
+    assert said is None or said in told
+
+
+def test_a_worker_that_is_starting_is_given_time(
+    run: Run, work: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(Path("in.jsonl"), rows(5))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    work()
+    assert following.NO_WORKER_SECONDS >= 30
+    _, said = run("results", "m", "--follow", "-o", "out.jsonl")
+    assert not re.search("no worker", said)
