@@ -19,6 +19,7 @@ from kernels.reference import Floats, Logprobs, canonical
 from kernels.rows import RowParams, Status
 
 ENDED = Status.FAILED  # a slot without a row
+MIN_SHARE = 1 << 17  # logits a thread is woken for; waking one takes about as long as reading so many
 
 
 def new_state(max_batch: int, vocab_size: int, max_length: int) -> State:
@@ -110,7 +111,7 @@ class BatchedSampler:
     def step(self, logits: Floats, slots: ArrayLike) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """logits f32[n, >= V], slots i32[n] -> tokens i32[n] (-1: none), status u8[n]. The logits stay."""
         step = new_step(logits, slots)
-        stride = max(1, min(self.threads, step.slots.size))
+        stride = max(1, min(self.threads, step.slots.size, step.logits.size // MIN_SHARE))
         shares = [(step, (i, stride), self._state, self._work[i]) for i in range(stride)]
         others = [self._pool.submit(cpu_rows.step_rows, *share) for share in shares[1:]]
         cpu_rows.step_rows(*shares[0])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 0.01  # results of so long go into one transaction: a row then costs 0.2 ms instead of 1
+FLUSH_SECONDS = 0.05  # results of so long go into one transaction; at 75 rows/s it spares a third of our CPU
 SORT_SECONDS = 0.05  # of checking and tokenising, before leases, results and signals are looked at again
 REPORT_SECONDS = 1.0
 MAX_FAILED_STARTS = 3  # in a row, of an engine that had run before
