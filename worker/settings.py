@@ -127,7 +127,7 @@ def parse_bytes(text: str, flag: str) -> int:
 
 def _parse_queue(text: str) -> QueueShare:
     name, equals, weight = text.partition("=")
-    if not name.isprintable() or not name or any(character.isspace() or character in ",{}" for character in name):
+    if not name or not name.isprintable() or any(one.isspace() or one in ",{}" for one in name):
         raise UsageError(f"--queue wants NAME or NAME=WEIGHT, not {text!r}")
     if not equals:
         return QueueShare(name)
