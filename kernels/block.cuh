@@ -7,36 +7,45 @@ constexpr int GROUPS = 1024;      // group(vector) = vector % GROUPS
 constexpr int CAPACITY = 2048;    // entries that are sorted at once
 constexpr int BIN_SHIFT = 19;     // bins of 1/32 octave of probability
 constexpr int BINS = (42 << 24 >> BIN_SHIFT) + 1;
+constexpr int AHEAD = BLOCKS == 1 ? 4 : 2;  // loads in flight while masses are summed: as registers allow
 constexpr int CHUNK_BITS = 10;    // ids per chunk of the draw in id order
-constexpr int MAX_CHUNKS = 256;
+constexpr int STRIP_BITS = 8;     // ids that one warp sums at a time
+constexpr int MAX_STRIPS = 1024;
 constexpr int FINE_BITS = 10;
 
-// The sums of a bin: its mass as two words, because shared memory adds 32-bit words natively.
-struct Bins { u32 low[BINS], high[BINS], count[BINS]; };
+// The mass of every bin as two words, because shared memory adds 32-bit words natively.
+struct Bins { u32 low[BINS], high[BINS]; };
+struct FineBins { u32 low[1 << FINE_BITS], high[1 << FINE_BITS], count[1 << FINE_BITS]; };
 
-// What a block keeps in shared memory; the cluster's first block also receives the others' part.
+// A bin in which an inclusive prefix of masses first exceeds some target.
+struct Spot { int bin; u64 before, mass; };
+
+// What a block keeps in shared memory; the cluster's first block also receives the others' parts.
 struct Shared {
   u64 ranks[CAPACITY];            // entries to sort, then sorted
   union {
     u64 mass[CAPACITY];           // of the sorted entries
     u64 scratch[CAPACITY];        // while sorting
-    struct { u32 low[1 << FINE_BITS], high[1 << FINE_BITS], count[1 << FINE_BITS]; } fine;
+    FineBins fine;
   };
   union {
     Bins bins;
-    struct { float groups[GROUPS]; float depth[4 * THREADS]; unsigned short hot[GROUPS]; };
-    u64 chunk_mass[MAX_CHUNKS];
+    struct { float groups[GROUPS]; float depth[THREADS]; unsigned short hot[GROUPS]; };
+    u64 strip_mass[MAX_STRIPS];
+    u32 bin_count[BINS];          // a large top_k only, once the masses are no longer needed
   };
-  u32 counts[256];                // histogram of group maxima; then places while sorting
-  int places[512];
-  u64 warp_sums[WARPS + 1];
-  u64 kept, before;
+  u32 counts[256];                // histogram of group maxima
+  int places[512];                // while sorting
+  u64 warp_sums[2][32];
+  Spot spots[3];
   Row row;
-  u32 tops[8];                    // every block's largest key
-  u32 flags;                      // of the edits
-  u32 settled;
-  int found, num_hot, bin, token, draw_low, draw_high;
-  u32 bound;
+  Uniforms uniform;
+  u64 mailbox;                    // opens when groups, tops and bottoms are complete
+  u32 tops[GROUPS / 32], bottoms[GROUPS / 32];  // largest key, and smallest finite key, of 32 groups
+  u32 flags, settled, bound, bottom;
+  int found, num_hot, bin, reached, before, token, chunk;
+  int num_last, num_draw;
+  float limits[4];                // from and to of the last kept bin, of the bins the draw can fall into
 };
 
 constexpr u32 SAW_NAN = 1, HID_SOMETHING = 2;
@@ -44,45 +53,88 @@ constexpr u32 SAW_NAN = 1, HID_SOMETHING = 2;
 DEVICE u32 lane() { return threadIdx.x & 31; }
 DEVICE u32 warp() { return threadIdx.x >> 5; }
 
-DEVICE u64 warp_inclusive(u64 x) {
+template <class T> DEVICE T warp_inclusive(T x) {
   for (int step = 1; step < 32; step <<= 1) {
-    u64 other = __shfl_up_sync(ALL_LANES, x, step);
+    T other = __shfl_up_sync(ALL_LANES, x, step);
     if ((int)lane() >= step) x += other;
   }
   return x;
 }
 
-// Inclusive prefix sums over the block's threads; total is the sum of all. Two barriers.
-DEVICE u64 block_inclusive(u64 x, Shared& s, u64& total) {
+struct Sums { u64 inclusive, total; };
+
+// Prefix sums over the block's threads behind one barrier; calls that follow each other alternate between two rooms.
+DEVICE Sums block_inclusive(u64 x, Shared& s, int room) {
   u64 inclusive = warp_inclusive(x);
-  if (lane() == 31) s.warp_sums[warp()] = inclusive;
+  if (lane() == 31) s.warp_sums[room][warp()] = inclusive;
   __syncthreads();
-  if (warp() == 0) {
-    u64 sums = warp_inclusive(lane() < WARPS ? s.warp_sums[lane()] : 0);
-    if (lane() < WARPS) s.warp_sums[lane()] = sums;
-  }
-  __syncthreads();
-  total = s.warp_sums[WARPS - 1];
-  u64 before = warp() ? s.warp_sums[warp() - 1] : 0;
-  __syncthreads();
-  return before + inclusive;
+  u64 sums = warp_inclusive(lane() < WARPS ? s.warp_sums[room][lane()] : 0);
+  u64 before = __shfl_sync(ALL_LANES, sums, (warp() + 31) & 31), total = __shfl_sync(ALL_LANES, sums, 31);
+  return {inclusive + (warp() ? before : 0), total};
 }
 
-// Sorts n <= 512 ranks, best first: every rank counts the better ones. No exchange, three barriers.
+struct Prefix { int index; u64 before, inclusive; };
+
+// By one warp: n values in 32 slices, a lane each, and the prefix sums (from base on) of the slices.
+struct Slices {
+  int begin, end;
+  u64 before, sum, total;
+
+  template <class Value> DEVICE Slices(Value value, int n, u64 base) : sum(0) {
+    int each = (n + 31) >> 5;
+    begin = min(each * (int)lane(), n), end = min(begin + each, n);
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) sum += value(i);
+    u64 inclusive = base + warp_inclusive(sum);
+    before = inclusive - sum, total = __shfl_sync(ALL_LANES, inclusive, 31);
+  }
+  // The first value whose inclusive prefix exceeds target.
+  template <class Value> DEVICE Prefix locate(Value value, u64 target) const {
+    bool here = before <= target && before + sum > target;
+    int source = __ffs(__ballot_sync(ALL_LANES, here)) - 1, i = begin;
+    u64 prefix = before, mine = 0;
+    if (here)
+#pragma unroll 1
+      for (; prefix + (mine = value(i)) <= target; ++i) prefix += mine;
+    prefix = __shfl_sync(ALL_LANES, prefix, source);
+    return {__shfl_sync(ALL_LANES, i, source), prefix, prefix + __shfl_sync(ALL_LANES, mine, source)};
+  }
+};
+
+template <class Value> DEVICE Prefix locate(Value value, int n, u64 base, u64 target) {
+  return Slices(value, n, base).locate(value, target);
+}
+
+constexpr u32 MINUS_INFINITY_KEY = 0x007fffffu;  // key_of(-inf)
+
+// By one warp: the smallest key whose level is at most `level`; top is one. 32 keys are tried at a time.
+DEVICE u32 first_key(const Levels& levels, u32 top, u32 level) {
+  u32 low = MINUS_INFINITY_KEY + 1, high = top;
+  while (low < high) {
+    u32 step = (high - low) / 32 + 1, probe = min((u64)low + (u64)step * lane(), (u64)high);
+    int first = __ffs(__ballot_sync(ALL_LANES, levels.of(of_key(probe)) <= level)) - 1;
+    if (first == 0) return low;
+    u32 below = low + step * ((first < 0 ? 32 : first) - 1);
+    if (first > 0) high = min((u64)low + (u64)step * first, (u64)high);
+    low = below + 1;
+  }
+  return high;
+}
+
+// Sorts n <= 512 ranks, best first: every rank counts the better ones. No exchange, four barriers.
 DEVICE void sort_by_counting(Shared& s, int n) {
-  int width = 32;
-  while (width < n) width <<= 1;
-  int mine = threadIdx.x & (width - 1), stride = THREADS / width;
-  for (int i = threadIdx.x; i < width; i += THREADS) s.places[i] = 0;
+  int bits = n > 32 ? 32 - __clz(n - 1) : 5, width = 1 << bits;
+  int mine = threadIdx.x & (width - 1), stride = THREADS >> bits;
+  if (threadIdx.x < width) s.places[threadIdx.x] = 0;
   __syncthreads();
   u64 rank = mine < n ? s.ranks[mine] : 0;
   int better = 0;
-  for (int other = threadIdx.x / width; other < n; other += stride) better += s.ranks[other] > rank;
+  for (int other = threadIdx.x >> bits; other < n; other += stride) better += s.ranks[other] > rank;
   if (mine < n && better) atomicAdd(&s.places[mine], better);
   __syncthreads();
-  if ((int)threadIdx.x < n) s.scratch[s.places[mine]] = rank;
+  int place = s.places[mine];
   __syncthreads();
-  if ((int)threadIdx.x < n) s.ranks[threadIdx.x] = s.scratch[threadIdx.x];
+  if ((int)threadIdx.x < n) s.ranks[place] = rank;
   __syncthreads();
 }
 
@@ -104,31 +156,14 @@ RARELY void sort_bitonic(Shared& s, int n) {
 }
 
 DEVICE void sort_best_first(Shared& s, int n) {
-  if (n <= 512 && n <= THREADS) sort_by_counting(s, n);
+  if (n <= min(512, THREADS)) sort_by_counting(s, n);
   else sort_bitonic(s, n);
 }
 
-// Masses of the n sorted ranks from the limit-th on are 0: top_k. What min_p cuts or lies too far down has none.
-DEVICE u64 weigh_sorted(Shared& s, int n, int limit, float top) {
-  u64 sum = 0, total;
-  for (int i = threadIdx.x; i < n; i += THREADS) {
-    u64 mass = i < limit ? mass_of(level_of(of_key((u32)(s.ranks[i] >> 32)), top, s.row)) : 0;
-    s.mass[i] = mass;
-    sum += mass;
-  }
-  block_inclusive(sum, s, total);
-  return total;
-}
-
-// Among the n sorted entries, the one whose inclusive prefix (from base on) first exceeds target: its id in s.token,
-// its inclusive prefix in s.kept.
-DEVICE void locate_sorted(Shared& s, int begin, int n, u64 base, u64 target) {
-  for (int start = 0; start < n; start += THREADS) {
-    int i = start + threadIdx.x;
-    u64 mass = i < n ? s.mass[begin + i] : 0, total;
-    u64 inclusive = base + block_inclusive(mass, s, total);
-    if (inclusive > target && inclusive - mass <= target) s.token = (int)id_of(s.ranks[begin + i]), s.kept = inclusive;
-    base += total;
-  }
+// Masses of the n sorted ranks; from the limit-th on (top_k) they are 0, like those min_p cuts. One barrier.
+DEVICE void weigh_sorted(Shared& s, int n, int limit, const Levels& levels) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < n; i += THREADS)
+    s.mass[i] = i < limit ? mass_of(levels.of(of_key((u32)(s.ranks[i] >> 32)))) : 0;
   __syncthreads();
 }

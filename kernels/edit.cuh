@@ -12,6 +12,12 @@ struct Tables {
   int vocab_size, max_length, max_enders, max_biases;
 };
 
+#define TABLE_PARAMETERS                                                                                     \
+  Row *rows, int *tokens, int *seen, int *times, int *places, int *enders, int *bias_ids, float *bias, u32 *masks, \
+      int vocab_size, int max_length
+#define TABLES \
+  {rows, tokens, seen, times, places, enders, bias_ids, bias, masks, vocab_size, max_length, MAX_ENDERS, MAX_BIASES}
+
 DEVICE bool edits_wanted(const Row& row) {
   bool held = row.length - row.num_prompt < row.min_tokens && row.num_eos + row.num_stop + row.num_held > 0;
   return held || row.masked || row.num_bias || row.penalised || row.ngram > 0;
@@ -92,16 +98,16 @@ RARELY void edit(float* z, const Tables& t, int slot, Shared& s, u32 rank) {
   u32 flags = 0;
   if (row.num_bias) {
     flags |= add_biases(z, t, slot, row, first, stride);
-    cluster_arrive(), cluster_wait();
+    cluster_sync();
   }
   if (row.penalised) {
     flags |= penalise(z, t, slot, row, first, stride);
-    cluster_arrive(), cluster_wait();
+    cluster_sync();
   }
   if (row.masked) flags |= apply_mask(z, t, slot, rank * WARPS + warp(), CLUSTER * WARPS);
   if (row.length - row.num_prompt < row.min_tokens) flags |= hold_enders(z, t, slot, row, first, stride);
   if (row.ngram > 0) flags |= ban_repeated(z, t, slot, row, first, stride);
   flags = __reduce_or_sync(ALL_LANES, flags);
   if (flags && lane() < CLUSTER) atomicOr(at_rank(&s.flags, lane()), flags);
-  cluster_arrive(), cluster_wait();
+  cluster_sync();
 }

@@ -2,12 +2,13 @@
 #pragma once
 #include "device.cuh"
 
-struct Four { float x[4]; };
+
+#define NOTHING Four{{-INFINITE, -INFINITE, -INFINITE, -INFINITE}}
 
 struct Float32 {
   typedef float Stored;
   static DEVICE float one(const float* p) { return *p; }
-  static DEVICE Four four(const float* p) { float4 f = *(const float4*)p; return {{f.x, f.y, f.z, f.w}}; }
+  static DEVICE Four four(const float* p) { return load_global(p); }
 };
 
 struct Float16 {
@@ -29,6 +30,13 @@ struct BFloat16 {
   }
 };
 
+// Ids first ... first + 3, read one by one; -inf where the row has none.
+template <class Type> RARELY Four load_one_by_one(const typename Type::Stored* row, int size, int first) {
+  Four out;
+  for (int j = 0; j < 4; ++j) out.x[j] = first + j >= 0 && first + j < size ? Type::one(row + first + j) : -INFINITE;
+  return out;
+}
+
 //            row
 //             v
 //   | . s s s | 0 1 2 3 | ...           aligned vectors; vector v holds ids 4 v - shift ... 4 v - shift + 3
@@ -48,13 +56,6 @@ template <class Type> struct Logits {
   DEVICE float at(int id) const { return Type::one(row + id); }
   DEVICE bool full(int v) const { return v >= full_begin && v < full_end; }
   DEVICE Four load_full(int v) const { return Type::four(row + (4ll * v - shift)); }
-  RARELY Four load_partial(int v) const {
-    Four out;
-    for (int j = 0; j < 4; ++j) {
-      int i = id(v, j);
-      out.x[j] = i >= 0 && i < size ? at(i) : -INFINITE;
-    }
-    return out;
-  }
+  DEVICE Four load_partial(int v) const { return load_one_by_one<Type>(row, size, id(v, 0)); }
   DEVICE Four load(int v) const { return full(v) ? load_full(v) : load_partial(v); }
 };

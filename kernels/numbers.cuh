@@ -30,13 +30,26 @@ DEVICE float of_key(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffff
 DEVICE u64 rank_of(float z, u32 id) { return (u64)key_of(canonical(z)) << 32 | (u32)~id; }
 DEVICE u32 id_of(u64 rank) { return ~(u32)rank; }
 
-// Octaves below the maximum in 2^-24; 63 octaves (no mass) beyond what min_p keeps. The comparison is one of
-// non-negative floats as integers, so that no denormal is flushed.
-DEVICE u32 level_of(float z, float top, const Row& row) {
-  float y = exact_mul(exact_sub(top, canonical(z)), row.scale);
-  y = (int)__float_as_uint(y) <= (int)__float_as_uint(row.reach) ? fminf(y, 63.0f) : 63.0f;
-  return (u32)__float2int_rn(y * 16777216.0f);
-}
+// Octaves below the maximum in 2^-24; 63 octaves (no mass) beyond what min_p keeps.
+struct Levels {
+  float top, scale, reach;
+
+  DEVICE Levels(float top, const Row& row) : top(top), scale(row.scale), reach(row.reach) {}
+  // Nothing infinite, nothing cut by min_p: four instructions do.
+  DEVICE bool plain() const { return top < LARGEST && !(reach < INFINITE); }
+
+  template <bool PLAIN> DEVICE u32 of(float z) const {
+    if (PLAIN) {  // scaled by 2^24 before the product is rounded instead of after: no bit changes
+      float y = exact_mul(exact_sub(top, z), scale * 16777216.0f);
+      return (u32)__float2int_rn(fminf(y, 63.0f * 16777216.0f));
+    }
+    float y = exact_mul(exact_sub(top, canonical(z)), scale);
+    // Non-negative floats compare as integers, so that no denormal is flushed.
+    y = (int)__float_as_uint(y) <= (int)__float_as_uint(reach) ? fminf(y, 63.0f) : 63.0f;
+    return (u32)__float2int_rn(y * 16777216.0f);
+  }
+  DEVICE u32 of(float z) const { return of<false>(z); }
+};
 
 // 2^42 * 2^-octaves: reference.masses.
 DEVICE u64 mass_of(u32 level) {

@@ -126,3 +126,13 @@ def allowed_bits(params: RowParams, vocab_size: int) -> NDArray[np.uint32]:
     allowed[list(params.allowed_ids)] = True
     allowed[[token for token in params.banned_ids if token < vocab_size]] = False
     return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+def seen_before(packed: Packed, vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """A penalised row's distinct ids, and how often each is in its output so far; other rows keep none."""
+    if not packed.row[0]["penalised"]:
+        return np.empty(0, np.int32), np.empty(0, np.int32)
+    seen = np.unique(packed.tokens)
+    seen = seen[seen < vocab_size]
+    times = np.bincount(packed.tokens[packed.row[0]["num_prompt"] :], minlength=vocab_size)[seen]
+    return seen, times.astype(np.int32)

@@ -4,103 +4,106 @@
 #include "block.cuh"
 #include "logits.cuh"
 
-constexpr int WIDTH = GROUPS / CLUSTER;   // groups a block scans
+constexpr int WIDTH = GROUPS / CLUSTER;   // groups a block reads
 constexpr int DEPTH = THREADS / WIDTH;    // threads that share a group
 constexpr int UNROLL = SCAN_UNROLL;       // loads a thread keeps in flight
 constexpr int MAX_CANDIDATE_K = 512;
-constexpr int MIN_P_CANDIDATES = 256;
 static_assert(THREADS % WIDTH == 0 && WIDTH % 32 == 0, "a warp stays within one depth");
 
+// ------------------------------------------------------------------------------------------- one read of the row
+
 DEVICE float largest(Four f) { return max_or_nan(max_or_nan(f.x[0], f.x[1]), max_or_nan(f.x[2], f.x[3])); }
+
+// The maximum of one thread's vectors. UNROLL loads are always in flight: each is replaced as soon as it is used.
+template <class L> DEVICE float scan_vectors(const L& z, int first, int stride) {
+  Four f[UNROLL];
+#pragma unroll
+  for (int u = 0; u < UNROLL; ++u) f[u] = z.full(first + u * stride) ? z.load_full(first + u * stride) : NOTHING;
+  float m = -INFINITE;
+  for (int v = first; v < z.full_end; v += stride * UNROLL) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      int next = v + (UNROLL + u) * stride;
+      m = max_or_nan(m, largest(f[u]));
+      f[u] = next < z.full_end ? z.load_full(next) : NOTHING;
+    }
+  }
+  if (first == 0 && z.full_begin > 0) m = max_or_nan(m, largest(z.load_partial(0)));
+  int last = z.full_end;
+  if (last < z.vectors && last >= z.full_begin && first % stride == last % stride)
+    m = max_or_nan(m, largest(z.load_partial(last)));
+  return m;
+}
 
 //  vectors   0 ....... 127 | 128 ..... 255 | ... | 896 .... 1023 | 1024 ....
 //  block     0             | 1             |     | 7             | 0           (CLUSTER = 8)
 //  group     0 ....... 127 | 128 ..... 255 | ... | 896 .... 1023 | 0 .......   thread: group within the block, depth
-// The maximum of one thread's vectors: every UNROLL loads are in flight together.
-template <class L> DEVICE float scan_vectors(const L& z, int first, int stride) {
-  float m = -INFINITE;
-  for (int v = first; v < z.vectors; v += stride * UNROLL) {
-    Four f[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      int at = v + u * stride;
-      f[u] = z.full(at) ? z.load_full(at) : Four{{-INFINITE, -INFINITE, -INFINITE, -INFINITE}};
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) m = max_or_nan(m, largest(f[u]));
+template <class L> DEVICE float scan_share(const L& z, u32 rank) {
+  return scan_vectors(z, rank * WIDTH + threadIdx.x % WIDTH + GROUPS * (threadIdx.x / WIDTH), GROUPS * DEPTH);
+}
+
+// What the mailbox waits for: all group maxima, and two keys of every 32 of them; or one key of every 32.
+DEVICE u32 mail_of(u32 rank) { return rank ? GROUPS / 32 * 4 : GROUPS * 4 + GROUPS / 32 * 8; }
+
+// Maxima of all groups to the first block; every 32 groups' largest key to it or to all blocks, smallest to it.
+DEVICE void share_maxima(float m, Shared& s, u32 rank, bool to_all) {
+  if (DEPTH > 1) {
+    s.depth[threadIdx.x] = m;
+    __syncthreads();
   }
-  if (z.full_begin > 0 && first == 0) m = max_or_nan(m, largest(z.load_partial(0)));
-  int last = z.full_end;
-  if (last < z.vectors && last >= z.full_begin && first % stride == last % stride) m = max_or_nan(m, largest(z.load_partial(last)));
-  return m;
+  mailboxes_wait();
+  if (threadIdx.x >= WIDTH) return;
+  for (int d = 1; d < DEPTH; ++d) m = max_or_nan(m, s.depth[threadIdx.x + d * WIDTH]);
+  int group = rank * WIDTH + threadIdx.x;
+  send((u32*)&s.groups[group], __float_as_uint(m), &s.mailbox, 0);
+  u32 key = m != m ? ~0u : key_of(canonical(m));
+  u32 top = __reduce_max_sync(ALL_LANES, key);
+  u32 bottom = __reduce_min_sync(ALL_LANES, key > MINUS_INFINITY_KEY ? key : ~0u);
+  if (lane() < (to_all ? CLUSTER : 1)) send(&s.tops[group >> 5], top, &s.mailbox, lane());
+  if (lane() == 0) send(&s.bottoms[group >> 5], bottom, &s.mailbox, 0);
 }
 
-// Maxima of all groups into the first block's shared memory, and every block's largest key into all blocks'.
-// Ends behind the arrival at a cluster barrier: wait for it before reading either.
-template <class L> DEVICE void scan(const L& z, Shared& s, u32 rank) {
-  int column = threadIdx.x % WIDTH, depth = threadIdx.x / WIDTH;
-  s.depth[threadIdx.x] = scan_vectors(z, rank * WIDTH + column + GROUPS * depth, GROUPS * DEPTH);
-  __syncthreads();
-  cluster_wait();
-  if (threadIdx.x < WIDTH) {
-    float m = s.depth[threadIdx.x];
-    for (int d = 1; d < DEPTH; ++d) m = max_or_nan(m, s.depth[threadIdx.x + d * WIDTH]);
-    *at_rank(&s.groups[rank * WIDTH + threadIdx.x], 0) = m;
-    u32 key = m != m ? ~0u : key_of(canonical(m));
-    key = __reduce_max_sync(ALL_LANES, key);
-    if (lane() < CLUSTER) atomicMax(at_rank(&s.tops[rank], lane()), key);
+DEVICE u32 row_top_key(const Shared& s) { return __reduce_max_sync(ALL_LANES, s.tops[lane()]); }
+DEVICE u32 row_bottom_key(const Shared& s) { return __reduce_min_sync(ALL_LANES, s.bottoms[lane()]); }
+
+// ------------------------------------------------------------------------------------------- candidates
+
+// By one warp: the bin of s.counts in which the wanted-th entry lies, counting from `above`, into s.bin (-1: fewer).
+DEVICE void locate_count(Shared& s, u32 above, u32 wanted) {
+  const u32* mine = s.counts + 8 * lane();
+  u32 sum = 0;
+  for (int i = 0; i < 8; ++i) sum += mine[i];
+  u32 before = above + warp_inclusive(sum) - sum;
+  if (before < wanted && before + sum >= wanted) {
+    int i = 0;
+    for (; before + mine[i] < wanted; ++i) before += mine[i];
+    s.bin = 8 * lane() + i, s.before = before, s.reached = before + mine[i];
   }
-  cluster_arrive();
+  if (lane() == 31 && before + sum < wanted) s.bin = -1;
 }
 
-DEVICE u32 row_top_key(const Shared& s) {
-  u32 top = 0;
-  for (int r = 0; r < CLUSTER; ++r) top = max(top, s.tops[r]);
-  return top;
-}
-
-constexpr u32 MINUS_INFINITY_KEY = 0x007fffffu;  // key_of(-inf)
-
-// Radix rounds over the keys' spread: s.bound = a key that at least `wanted` group maxima reach, and few more.
+// Radix rounds over the spread of the group maxima, usually one: s.bound = a key that at least `wanted` of them
+// reach, and few more. At least `wanted` entries of the row reach it then, whatever the groups.
 DEVICE void find_bound(Shared& s, u32 top, int wanted) {
-  u32 high = top, low = MINUS_INFINITY_KEY + 1;
+  u32 high = top, low = row_bottom_key(s);
   int above = 0, slack = 8 + wanted / 4;
   for (;;) {
     int bits = 32 - __clz(high - low), shift = bits > 8 ? bits - 8 : 0;
-    for (int i = threadIdx.x; i < 256; i += THREADS) s.counts[i] = 0;
+    if (threadIdx.x < 256) s.counts[threadIdx.x] = 0;
     __syncthreads();
     for (int g = threadIdx.x; g < GROUPS; g += THREADS) {
       u32 key = key_of(canonical(s.groups[g]));
       if (key >= low && key <= high) atomicAdd(&s.counts[(high - key) >> shift], 1u);
     }
     __syncthreads();
-    if (warp() == 0) {
-      const u32* mine = s.counts + 8 * lane();
-      u32 sum = 0;
-      for (int i = 0; i < 8; ++i) sum += mine[i];
-      u32 inclusive = sum;
-      for (int step = 1; step < 32; step <<= 1) {
-        u32 other = __shfl_up_sync(ALL_LANES, inclusive, step);
-        if ((int)lane() >= step) inclusive += other;
-      }
-      u32 before = above + inclusive - sum;
-      if (before < (u32)wanted && before + sum >= (u32)wanted) {
-        int i = 0;
-        while (before + mine[i] < (u32)wanted) before += mine[i++];
-        s.bin = 8 * lane() + i, s.found = before + mine[i], s.num_hot = before;
-      }
-      if (lane() == 31 && before + sum < (u32)wanted) s.bin = -1;
-    }
+    if (warp() == 0) locate_count(s, above, wanted);
     __syncthreads();
-    int bin = s.bin, reached = s.found, before = s.num_hot;
+    if (s.bin < 0) { low = MINUS_INFINITY_KEY + 1; break; }  // fewer finite groups than wanted: take everything
+    u64 depth = ((u64)s.bin + 1) << shift;
+    low = depth > high - low ? low : high - (u32)depth + 1;
+    if (s.reached - wanted <= slack || shift == 0) break;
+    high -= (u32)s.bin << shift, above = s.before;
     __syncthreads();
-    if (bin < 0) { low = MINUS_INFINITY_KEY + 1; break; }  // fewer finite groups than wanted: take everything
-    u32 bin_low = high - (((u32)bin + 1) << shift) + 1;
-    if ((u64)((u32)bin + 1) << shift > high - low) bin_low = low;
-    u32 bin_high = high - ((u32)bin << shift);
-    low = bin_low;
-    if (reached - wanted <= slack || shift == 0) break;
-    high = bin_high, above = before;
   }
   if (threadIdx.x == 0) s.bound = low;
   __syncthreads();
@@ -112,7 +115,7 @@ DEVICE float bound_of(u32 key) {
   return fabsf(bound) < SMALLEST_NORMAL ? -SMALLEST_NORMAL : bound;
 }
 
-// Calls visit(z, id) for every entry of the groups whose maximum reaches the bound, if the entry does.
+// Calls visit(z, id) for every entry that reaches the bound, of the groups whose maximum does.
 template <class L, class Visit> DEVICE void revisit(const L& z, Shared& s, float bound, Visit visit) {
   if (threadIdx.x == 0) s.num_hot = 0;
   __syncthreads();
@@ -121,38 +124,40 @@ template <class L, class Visit> DEVICE void revisit(const L& z, Shared& s, float
   __syncthreads();
   int rounds = (z.vectors + GROUPS - 1) / GROUPS, bits = rounds > 1 ? 32 - __clz(rounds - 1) : 0;
   int items = s.num_hot << bits;
-  for (int start = threadIdx.x; start < items; start += THREADS * UNROLL) {
-    Four f[UNROLL];
-    int at[UNROLL];
+  constexpr int ROUND = BLOCKS == 1 ? 8 : 4;
+  for (int start = threadIdx.x; start < items; start += THREADS * ROUND) {
+    Four f[ROUND];
+    int at[ROUND];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
+    for (int u = 0; u < ROUND; ++u) {
       int item = start + u * THREADS;
       at[u] = item < items ? s.hot[item >> bits] + GROUPS * (item & ((1 << bits) - 1)) : z.vectors;
-      f[u] = z.full(at[u]) ? z.load_full(at[u]) : Four{{-INFINITE, -INFINITE, -INFINITE, -INFINITE}};
+      f[u] = z.full(at[u]) ? z.load_full(at[u]) : NOTHING;
     }
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
+    for (int u = 0; u < ROUND; ++u) {
       if (at[u] < z.vectors && !z.full(at[u])) f[u] = z.load_partial(at[u]);
+      if (!(largest(f[u]) >= bound)) continue;
       for (int j = 0; j < 4; ++j)
         if (f[u].x[j] >= bound) visit(f[u].x[j], z.id(at[u], j));
     }
   }
 }
 
-// Lowest id among the entries of the highest value.
-template <class L> DEVICE int greedy(const L& z, Shared& s, u32 top) {
+// Lowest id among the entries of the highest value, into s.token.
+template <class L> DEVICE void greedy(const L& z, Shared& s, u32 top) {
   u64 best = 0;
   revisit(z, s, bound_of(top), [&](float x, int id) { best = max(best, rank_of(x, id)); });
   for (int step = 16; step > 0; step >>= 1) best = max(best, __shfl_xor_sync(ALL_LANES, best, step));
-  if (lane() == 0) s.warp_sums[warp()] = best;
+  if (lane() == 0) s.warp_sums[0][warp()] = best;
   __syncthreads();
-  for (int w = 0; w < WARPS; ++w) best = max(best, s.warp_sums[w]);
-  return (int)id_of(best);
+  for (int w = 0; w < WARPS; ++w) best = max(best, s.warp_sums[0][w]);
+  if (threadIdx.x == 0) s.token = (int)id_of(best);
+  __syncthreads();
 }
 
-// Entries from the wanted-th largest group maximum up, unsorted, in s.ranks; their number, which may exceed CAPACITY.
-template <class L> DEVICE int collect_candidates(const L& z, Shared& s, u32 top, int wanted) {
-  find_bound(s, top, wanted);
+// Entries from s.bound up, unsorted, in s.ranks; their number, which may exceed CAPACITY.
+template <class L> DEVICE int collect_candidates(const L& z, Shared& s) {
   if (threadIdx.x == 0) s.found = 0;
   revisit(z, s, bound_of(s.bound), [&](float x, int id) {
     int place = atomicAdd(&s.found, 1);
@@ -162,25 +167,37 @@ template <class L> DEVICE int collect_candidates(const L& z, Shared& s, u32 top,
   return s.found;
 }
 
-// Cut the sorted ranks by k, min_p and top_p and draw: the token.
-DEVICE int draw_sorted(Shared& s, int n, int limit, float top, u64 uniform) {
-  u64 kept = weigh_sorted(s, n, limit, top);
-  if (s.row.top_p < TOP_P_OFF) {
-    locate_sorted(s, 0, n, 0, nucleus_end(kept, s.row.top_p));
-    kept = s.kept;
-    __syncthreads();
-  }
-  locate_sorted(s, 0, n, 0, __umul64hi(uniform, kept));
-  return s.token;
+// By one warp: cut the sorted, weighed ranks by top_p and draw: the token.
+DEVICE int draw_sorted(const Shared& s, int n, u64 uniform) {
+  auto mass = [&](int i) { return s.mass[i]; };
+  Slices slices(mass, n, 0);
+  u64 kept = slices.total;
+  if (s.row.top_p < TOP_P_OFF) kept = slices.locate(mass, nucleus_end(kept, s.row.top_p)).inclusive;
+  return (int)id_of(s.ranks[slices.locate(mass, __umul64hi(uniform, kept)).index]);
 }
 
-// The token, or -1 where candidates do not settle it: too many of them, or min_p may keep more.
-template <class L> DEVICE int draw_from_candidates(const L& z, Shared& s, u32 top_key, u64 uniform) {
+// The token in s.token, or -1 where there are too many candidates: of top_k, what its k best lie among; of min_p
+// alone, exactly what it keeps.
+template <class L> DEVICE void draw_from_candidates(const L& z, Shared& s, u32 top_key, u64 uniform) {
   const Row& row = s.row;
-  float top = of_key(top_key);
-  int n = collect_candidates(z, s, top_key, row.top_k ? row.top_k : MIN_P_CANDIDATES);
-  bool all_massive = !row.top_k && s.bound > MINUS_INFINITY_KEY + 1 && mass_of(level_of(of_key(s.bound), top, row)) > 0;
-  if (n > CAPACITY || all_massive) return -1;
-  sort_best_first(s, n);
-  return draw_sorted(s, n, row.top_k ? min(row.top_k, n) : n, top, uniform);
+  Levels levels(of_key(top_key), row);
+  if (row.top_k) {
+    find_bound(s, top_key, row.top_k);
+  } else {
+    if (warp() == 0) s.bound = first_key(levels, top_key, (42u << 24) - 1);
+    __syncthreads();
+  }
+  int n = collect_candidates(z, s);
+  if (n > CAPACITY) {
+    if (threadIdx.x == 0) s.token = -1;
+  } else {
+    sort_best_first(s, n);
+    n = row.top_k ? min(row.top_k, n) : n;
+    weigh_sorted(s, n, n, levels);
+    if (warp() == 0) {
+      int token = draw_sorted(s, n, uniform);
+      if (lane() == 0) s.token = token;
+    }
+  }
+  __syncthreads();
 }

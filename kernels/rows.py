@@ -69,6 +69,12 @@ class RowParams:
         return numbers != (1.0, 0.0, 0.0)
 
     @property
+    def edited(self) -> bool:
+        """Whether the row's logits may ever need an edit (a grammar apart)."""
+        lists = self.logit_bias or self.allowed_ids or self.banned_ids
+        return bool(lists) or self.penalised or self.min_tokens > 0 or self.no_repeat_ngram_size > 0
+
+    @property
     def log2_scale(self) -> np.float32:
         """fp32(log2(e) / T): turns a distance from the row's maximum into octaves of probability."""
         return np.float32(math.log2(math.e) / self.temperature)

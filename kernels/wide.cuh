@@ -6,48 +6,95 @@
 struct Team {
   u32 rank, size;
   DEVICE void sync() const {
-    if (size > 1) cluster_arrive(), cluster_wait();
+    if (size > 1) cluster_sync();
     else __syncthreads();
   }
 };
 
 // ------------------------------------------------------------------------------------------- in id order
 
-// A chunk of 1,024 ids by its mass, then an id within it. One warp sums a chunk. The token, in the first block.
-template <class L> DEVICE int draw_by_id(const L& z, Shared& s, const Team& team, float top, Uniforms uniform) {
-  int chunks = (z.size + (1 << CHUNK_BITS) - 1) >> CHUNK_BITS;
-  for (int c = team.rank * WARPS + warp(); c < chunks; c += team.size * WARPS) {
-    int begin = c << CHUNK_BITS, end = min(begin + (1 << CHUNK_BITS), z.size);
-    u64 mass = 0;
-    for (int v = ((begin + z.shift) >> 2) + lane(); z.id(v, 0) < end; v += 32) {
-      Four f = z.load(v);
-      for (int j = 0; j < 4; ++j)
-        if (z.id(v, j) >= begin && z.id(v, j) < end) mass += mass_of(level_of(f.x[j], top, s.row));
+//   strips   256 ids, one warp each, whose masses go to the first block
+//   chunks   4 strips: 1,024 ids
+// The sum of the lanes' masses, each below 2^48: two 32-bit sums, which the hardware has.
+DEVICE u64 warp_sum(u64 mass) {
+  u64 low = __reduce_add_sync(ALL_LANES, (u32)mass & 0xffffffu), high = __reduce_add_sync(ALL_LANES, (u32)(mass >> 24));
+  return low + (high << 24);
+}
+
+// One lane's vectors of a strip; the last only where the row is not aligned. Partial vectors are read later.
+struct Strip {
+  static constexpr int VECTORS = (1 << STRIP_BITS) / 4 / 32 + 1;
+  int begin, end, first;
+  Four f[VECTORS];
+
+  template <class L> DEVICE void load(const L& z, int strip) {
+    begin = strip << STRIP_BITS, end = min(begin + (1 << STRIP_BITS), z.size), first = ((begin + z.shift) >> 2) + lane();
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int v = first + 32 * u;
+      f[u] = z.full(v) && z.id(v, 0) < end ? z.load_full(v) : NOTHING;
     }
-    for (int step = 16; step > 0; step >>= 1) mass += __shfl_xor_sync(ALL_LANES, mass, step);
-    if (lane() == 0) *at_rank(&s.chunk_mass[c], 0) = mass;
   }
+  template <bool PLAIN, class L> DEVICE u64 mass(const L& z, const Levels& levels) {
+    u64 sum = 0;
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int id = z.id(first + 32 * u, 0);
+      if (id >= end) break;
+      if (!z.full(first + 32 * u)) f[u] = z.load_partial(first + 32 * u);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        u64 m = mass_of(levels.of<PLAIN>(f[u].x[j]));
+        sum += id + j >= begin && id + j < end ? m : 0;
+      }
+    }
+    return sum;
+  }
+};
+
+template <bool PLAIN, class L> DEVICE void sum_strips(const L& z, Shared& s, const Team& team, const Levels& levels, int strips) {
+  int strip = team.rank * WARPS + warp(), stride = team.size * WARPS;
+  Strip mine, next;
+  mine.load(z, strip);
+#pragma unroll 1
+  for (; strip < strips; strip += stride) {
+    next.load(z, strip + stride);
+    u64 mass = warp_sum(mine.mass<PLAIN>(z, levels));
+    if (lane() == 0) *at_rank(&s.strip_mass[strip], 0) = mass;
+    mine = next;
+  }
+}
+
+// A chunk by its mass, then an id within it. The token in the first block's s.token.
+template <class L> DEVICE void draw_by_id(const L& z, Shared& s, const Team& team, const Levels& levels) {
+  int strips = (z.size + (1 << STRIP_BITS) - 1) >> STRIP_BITS;
+  if (levels.plain()) sum_strips<true>(z, s, team, levels, strips);
+  else sum_strips<false>(z, s, team, levels, strips);
   team.sync();
-  if (team.rank) return -1;
-  u64 mass = (int)threadIdx.x < chunks ? s.chunk_mass[threadIdx.x] : 0, total;
-  u64 inclusive = block_inclusive(mass, s, total), target = __umul64hi(uniform.first, total);
-  if (inclusive > target && inclusive - mass <= target) s.bin = threadIdx.x, s.kept = mass;
+  if (team.rank) return;
+  u64 mass = 0;
+  for (int i = 4 * threadIdx.x; i < min(4 * (int)threadIdx.x + 4, strips); ++i) mass += s.strip_mass[i];
+  Sums sums = block_inclusive(mass, s, 0);
+  u64 target = __umul64hi(s.uniform.first, sums.total);
+  if (sums.inclusive > target && sums.inclusive - mass <= target) s.chunk = threadIdx.x, s.spots[0].mass = mass;
   __syncthreads();
-  int begin = s.bin << CHUNK_BITS, end = min(begin + (1 << CHUNK_BITS), z.size);
-  target = __umul64hi(uniform.second, s.kept);
-  u64 base = 0;
-  for (int start = begin; start < end; start += THREADS) {
-    int id = start + threadIdx.x;
-    mass = id < end ? mass_of(level_of(z.at(id), top, s.row)) : 0;
-    inclusive = base + block_inclusive(mass, s, total);
-    if (inclusive > target && inclusive - mass <= target) s.token = id;
-    base += total;
+  int begin = s.chunk << CHUNK_BITS, end = min(begin + (1 << CHUNK_BITS), z.size);
+  target = __umul64hi(s.uniform.second, s.spots[0].mass);
+  constexpr int EACH = (1 << CHUNK_BITS) / THREADS;
+  u64 masses[EACH], sum = 0;
+  for (int j = 0; j < EACH; ++j) {
+    int id = begin + EACH * threadIdx.x + j;
+    sum += masses[j] = id < end ? mass_of(levels.of(z.at(id))) : 0;
   }
+  u64 before = block_inclusive(sum, s, 1).inclusive - sum;
+  for (int j = 0; j < EACH; before += masses[j++])
+    if (before <= target && before + masses[j] > target) s.token = begin + EACH * threadIdx.x + j;
   __syncthreads();
-  return s.token;
 }
 
 // ------------------------------------------------------------------------------------------- in rank order
+
+DEVICE u64 bin_mass(const u32* low, const u32* high, int b) { return (u64)high[b] << 32 | low[b]; }
 
 // Adds a 42-bit mass to two words: the carry is whoever's addition overflows, so the sum is exact in any order.
 DEVICE void add_mass(u32* low, u32* high, u64 mass) {
@@ -55,183 +102,261 @@ DEVICE void add_mass(u32* low, u32* high, u64 mass) {
   if (carry) atomicAdd(high, carry);
 }
 
-template <class L, class Visit> DEVICE void every_entry(const L& z, const Team& team, Visit visit) {
-  for (int v = team.rank * THREADS + threadIdx.x; v < z.vectors; v += team.size * THREADS) {
-    Four f = z.load(v);
-    for (int j = 0; j < 4; ++j) visit(f.x[j], z.id(v, j));
+// Calls visit(four entries, the first's id) for the team's share of the row, AHEAD loads in flight; at the end also
+// with entries of -inf that are none. The row's partial vectors, at most two, come last.
+template <class L, class Visit> DEVICE void every_four(const L& z, const Team& team, Visit visit) {
+  int first = team.rank * THREADS + threadIdx.x, stride = team.size * THREADS;
+  Four f[AHEAD];
+#pragma unroll
+  for (int u = 0; u < AHEAD; ++u) f[u] = z.full(first + u * stride) ? z.load_full(first + u * stride) : NOTHING;
+#pragma unroll 1
+  for (int v = first; v < z.full_end; v += AHEAD * stride) {
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) {
+      int at = v + u * stride, next = at + AHEAD * stride;
+      visit(f[u], z.id(at, 0));
+      f[u] = next < z.full_end ? z.load_full(next) : NOTHING;
+    }
   }
+  if (first == 0 && z.full_begin > 0) visit(z.load_partial(0), z.id(0, 0));
+  if (first == 1 && z.full_end < z.vectors && z.full_end >= z.full_begin) visit(z.load_partial(z.full_end), z.id(z.full_end, 0));
+}
+
+template <class L, class Visit> DEVICE void every_entry(const L& z, const Team& team, Visit visit) {
+  every_four(z, team, [&](Four f, int id) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) visit(f.x[j], id + j);
+  });
+}
+
+template <bool PLAIN, class L> DEVICE void sum_bins(const L& z, Shared& s, const Team& team, const Levels& levels) {
+  every_four(z, team, [&](Four f, int) {
+    u32 level[4];
+    u64 mass[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) level[j] = levels.of<PLAIN>(f.x[j]), mass[j] = mass_of(level[j]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (mass[j]) add_mass(&s.bins.low[level[j] >> BIN_SHIFT], &s.bins.high[level[j] >> BIN_SHIFT], mass[j]);
+  });
 }
 
 //  bins       best ............................................ 42 octaves below
 //  every block sums its share of the row; then block r adds up slice r of all blocks' bins into the first block's
-template <class L> DEVICE void fill_bins(const L& z, Shared& s, const Team& team, float top) {
-  for (int b = threadIdx.x; b < BINS; b += THREADS) s.bins.low[b] = s.bins.high[b] = s.bins.count[b] = 0;
+template <class L> DEVICE void fill_bins(const L& z, Shared& s, const Team& team, const Levels& levels) {
+  for (int b = threadIdx.x; b < BINS; b += THREADS) s.bins.low[b] = s.bins.high[b] = 0;
   __syncthreads();
-  every_entry(z, team, [&](float x, int) {
-    u32 level = level_of(x, top, s.row);
-    u64 mass = mass_of(level);
-    if (mass == 0) return;
-    add_mass(&s.bins.low[level >> BIN_SHIFT], &s.bins.high[level >> BIN_SHIFT], mass);
-    atomicAdd(&s.bins.count[level >> BIN_SHIFT], 1u);
-  });
+  if (levels.plain()) sum_bins<true>(z, s, team, levels);
+  else sum_bins<false>(z, s, team, levels);
   team.sync();
   if (team.size == 1) return;
   int slice = (BINS + team.size - 1) / team.size, begin = team.rank * slice;
   for (int b = begin + threadIdx.x; b < min(begin + slice, BINS); b += THREADS) {
     u64 mass = 0;
-    u32 count = 0;
     for (u32 r = 0; r < team.size; ++r) {
       const Bins& theirs = *at_rank(&s.bins, r);
-      mass += (u64)theirs.high[b] << 32 | theirs.low[b];
-      count += theirs.count[b];
+      mass += bin_mass(theirs.low, theirs.high, b);
     }
     Bins& first = *at_rank(&s.bins, 0);
-    first.low[b] = (u32)mass, first.high[b] = (u32)(mass >> 32), first.count[b] = count;
+    first.low[b] = (u32)mass, first.high[b] = (u32)(mass >> 32);
   }
   team.sync();
 }
 
-struct Found { int bin; u64 before, inside; u32 count_before, count; };
+// A thread's few neighbouring bins and the mass before them.
+struct MyBins {
+  static constexpr int EACH = (BINS + THREADS - 1) / THREADS;
+  u64 mass[EACH], before, total;
 
-DEVICE u64 bin_mass(const u32* low, const u32* high, int b) { return (u64)high[b] << 32 | low[b]; }
-
-// The bin in which the inclusive prefix of masses (or of counts) first exceeds target.
-DEVICE Found locate_bin(Shared& s, const u32* low, const u32* high, const u32* count, int bins, u64 target, bool counts) {
-  int each = (bins + THREADS - 1) / THREADS, begin = threadIdx.x * each, end = min(begin + each, bins);
-  u64 mass = 0, number = 0, total;
-  for (int b = begin; b < end; ++b) mass += bin_mass(low, high, b), number += count[b];
-  u64 mass_before = block_inclusive(mass, s, total) - mass;
-  u64 number_before = block_inclusive(number, s, total) - number;
-  for (int b = begin; b < end; ++b) {
-    u64 m = bin_mass(low, high, b), c = count[b], before = counts ? number_before : mass_before;
-    if (before <= target && before + (counts ? c : m) > target) s.bin = b, s.before = mass_before, s.kept = number_before;
-    mass_before += m, number_before += c;
+  DEVICE explicit MyBins(Shared& s) {
+    u64 sum = 0;
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+      int b = EACH * threadIdx.x + e;
+      sum += mass[e] = b < BINS ? bin_mass(s.bins.low, s.bins.high, b) : 0;
+    }
+    Sums sums = block_inclusive(sum, s, 0);
+    before = sums.inclusive - sum, total = sums.total;
   }
-  __syncthreads();
-  Found f = {s.bin, s.before, bin_mass(low, high, s.bin), (u32)s.kept, count[s.bin]};
-  __syncthreads();
-  return f;
-}
-
-DEVICE Found locate_bin(Shared& s, u64 target, bool counts) {
-  return locate_bin(s, s.bins.low, s.bins.high, s.bins.count, BINS, target, counts);
-}
+  // The bin in which the inclusive prefix first exceeds target, into *spot, by whichever thread holds it.
+  DEVICE void locate(u64 target, Spot* spot) const {
+    u64 prefix = before;
+#pragma unroll
+    for (int e = 0; e < EACH; prefix += mass[e++])
+      if (prefix <= target && prefix + mass[e] > target) *spot = {(int)(EACH * threadIdx.x + e), prefix, mass[e]};
+  }
+};
 
 DEVICE void push(Shared& first, u64 rank) {
   int place = atomicAdd(&first.found, 1);
   if (place < CAPACITY) first.ranks[place] = rank;
 }
 
-// A bin too full to sort: halve nothing, but split its ranks by their highest differing bits, ten at a time, until
-// what holds the target fits. The first block alone; rare (ties by the thousand). Sorted entries end in s.ranks.
-template <class L> RARELY Found narrow(const L& z, Shared& s, float top, Found f, u64 target, bool counts) {
-  Team alone = {0, 1};
-  int bin = f.bin;
-  u64 high = ~0ull, low = 0;
-  int shift = 64 - FINE_BITS;
-  while (f.count > CAPACITY) {
-    for (int b = threadIdx.x; b < 1 << FINE_BITS; b += THREADS) s.fine.low[b] = s.fine.high[b] = s.fine.count[b] = 0;
-    __syncthreads();
-    every_entry(z, alone, [&](float x, int id) {
-      u32 level = level_of(x, top, s.row);
-      u64 rank = rank_of(x, id), mass = mass_of(level);
-      if ((int)(level >> BIN_SHIFT) != bin || mass == 0 || rank < low || rank > high) return;
-      u32 b = (u32)((high - rank) >> shift);
-      add_mass(&s.fine.low[b], &s.fine.high[b], mass);
-      atomicAdd(&s.fine.count[b], 1u);
-    });
-    __syncthreads();
-    u64 rest = target - (counts ? f.count_before : f.before);
-    Found in = locate_bin(s, s.fine.low, s.fine.high, s.fine.count, 1 << FINE_BITS, rest, counts);
-    high -= (u64)in.bin << shift, low = high - ((1ull << shift) - 1);
-    shift = max(shift - FINE_BITS, 0);
-    f = {bin, f.before + in.before, in.inside, f.count_before + in.count_before, in.count};
-  }
+// Part of one bin: its ranks from high down to low.
+struct Part { int bin; u64 high, low; };
+
+// The part's entries into s.ranks; their number, which may exceed CAPACITY. The first block alone.
+template <class L> RARELY int collect_part(L z, Shared& s, Levels levels, Part part) {
   if (threadIdx.x == 0) s.found = 0;
   __syncthreads();
-  every_entry(z, alone, [&](float x, int id) {
-    u32 level = level_of(x, top, s.row);
+  every_entry(z, Team{0, 1}, [&](float x, int id) {
+    u32 level = levels.of(x);
     u64 rank = rank_of(x, id);
-    if ((int)(level >> BIN_SHIFT) == bin && mass_of(level) && rank >= low && rank <= high) push(s, rank);
+    if ((int)(level >> BIN_SHIFT) == part.bin && mass_of(level) && rank >= part.low && rank <= part.high) push(s, rank);
   });
   __syncthreads();
-  sort_best_first(s, (int)f.count);
-  weigh_sorted(s, (int)f.count, (int)f.count, top);
-  return f;
+  return s.found;
 }
 
-// The entry at which the inclusive prefix of masses first exceeds target: its id in s.token, that prefix in s.kept.
-template <class L> RARELY void find_by_mass(const L& z, Shared& s, float top, u64 target) {
-  Found f = narrow(z, s, top, locate_bin(s, target, false), target, false);
-  locate_sorted(s, 0, (int)f.count, f.before, target);
+template <class L> RARELY void fill_fine_bins(L z, Shared& s, Levels levels, Part part, int shift) {
+  for (int b = threadIdx.x; b < 1 << FINE_BITS; b += THREADS) s.fine.low[b] = s.fine.high[b] = s.fine.count[b] = 0;
+  __syncthreads();
+  every_entry(z, Team{0, 1}, [&](float x, int id) {
+    u32 level = levels.of(x);
+    u64 rank = rank_of(x, id), mass = mass_of(level);
+    if ((int)(level >> BIN_SHIFT) != part.bin || mass == 0 || rank < part.low || rank > part.high) return;
+    u32 b = (u32)((part.high - rank) >> shift);
+    add_mass(&s.fine.low[b], &s.fine.high[b], mass);
+    atomicAdd(&s.fine.count[b], 1u);
+  });
+  __syncthreads();
 }
 
-// The mass of the best `number` entries.
-template <class L> RARELY u64 mass_of_best(const L& z, Shared& s, float top, u32 number) {
-  Found f = narrow(z, s, top, locate_bin(s, number - 1, true), number - 1, true);
-  return f.before + weigh_sorted(s, (int)f.count, (int)(number - f.count_before), top);
-}
+// Masses and numbers before some entry.
+struct Before { u64 mass, count; };
 
-struct Totals { u64 mass; u64 count; };
-
-DEVICE Totals totals(Shared& s) {
-  u64 mass = 0, count = 0;
-  for (int b = threadIdx.x; b < BINS; b += THREADS) mass += bin_mass(s.bins.low, s.bins.high, b), count += s.bins.count[b];
-  Totals t;
-  block_inclusive(mass, s, t.mass);
-  block_inclusive(count, s, t.count);
-  return t;
-}
-
-// One search after the other, by the first block alone: right for every row, fast for none.
-template <class L> RARELY int draw_alone(const L& z, Shared& s, float top, u64 uniform) {
-  Totals all = totals(s);
-  u64 kept = all.mass;
-  if (s.row.top_k && (u64)s.row.top_k < all.count) kept = mass_of_best(z, s, top, s.row.top_k);
-  if (s.row.top_p < TOP_P_OFF) {
-    find_by_mass(z, s, top, nucleus_end(kept, s.row.top_p));
-    kept = s.kept;
+// Sorts the entries of one bin around the target (an inclusive prefix of masses, or of numbers) into s.ranks and
+// s.mass; s.found of them; what lies before them. A bin too full to sort is split by its ranks' highest bits, ten at
+// a time, until the part that holds the target fits: ties by the thousand. The first block alone; rare.
+template <class L>
+RARELY Before open_bin(L z, Shared& s, Levels levels, int bin, Before before, u64 target, bool counting) {
+  Part part = {bin, ~0ull, 0};
+  int shift = 64 - FINE_BITS, n = collect_part(z, s, levels, part);
+  while (n > CAPACITY) {
+    fill_fine_bins(z, s, levels, part, shift);
+    const FineBins& fine = s.fine;
+    auto mass = [&](int b) { return bin_mass(fine.low, fine.high, b); };
+    auto count = [&](int b) { return (u64)fine.count[b]; };
+    Prefix p = counting ? locate(count, 1 << FINE_BITS, before.count, target) : locate(mass, 1 << FINE_BITS, before.mass, target);
+    for (int b = 0; b < p.index; ++b) before.mass += mass(b), before.count += count(b);
+    part.high -= (u64)p.index << shift;
+    part.low = part.high - ((1ull << shift) - 1);
+    shift = max(shift - FINE_BITS, 0);
     __syncthreads();
+    n = collect_part(z, s, levels, part);
   }
-  find_by_mass(z, s, top, __umul64hi(uniform, kept));
-  return s.token;
+  sort_best_first(s, n);
+  weigh_sorted(s, n, n, levels);
+  return before;
+}
+
+// The entry at which the inclusive prefix of masses first exceeds target: its id in s.token; that prefix.
+template <class L> RARELY u64 find_by_mass(L z, Shared& s, Levels levels, u64 target) {
+  MyBins(s).locate(target, &s.spots[0]);
+  __syncthreads();
+  Spot spot = s.spots[0];
+  Before before = open_bin(z, s, levels, spot.bin, {spot.before, 0}, target, false);
+  Prefix p = locate([&](int i) { return s.mass[i]; }, s.found, before.mass, target);
+  if (threadIdx.x == 0) s.token = (int)id_of(s.ranks[p.index]);
+  __syncthreads();
+  return p.inclusive;
+}
+
+// The mass of the best `number` entries, or of all when there are fewer. Overwrites the bins by counts.
+template <class L> RARELY u64 mass_of_best(L z, Shared& s, Levels levels, u64 all, u64 number) {
+  MyBins masses(s);
+  __syncthreads();
+  for (int b = threadIdx.x; b < BINS; b += THREADS) s.bin_count[b] = 0;
+  __syncthreads();
+  every_entry(z, Team{0, 1}, [&](float x, int) {
+    u32 level = levels.of(x);
+    if (mass_of(level)) atomicAdd(&s.bin_count[level >> BIN_SHIFT], 1u);
+  });
+  __syncthreads();
+  u64 total = 0;
+  for (int b = 0; b < BINS; ++b) total += s.bin_count[b];
+  if (number >= total) return all;
+  Prefix p = locate([&](int b) { return (u64)s.bin_count[b]; }, BINS, 0, number - 1);
+  u64 before_mass = masses.before;
+#pragma unroll
+  for (int e = 0; e < MyBins::EACH; before_mass += masses.mass[e++])
+    if ((int)(MyBins::EACH * threadIdx.x + e) == p.index) s.spots[0].before = before_mass;
+  __syncthreads();
+  Before before = open_bin(z, s, levels, p.index, {s.spots[0].before, p.before}, number - 1, true);
+  u64 mass = Slices([&](int i) { return s.mass[i]; }, (int)(number - before.count), before.mass).total;
+  __syncthreads();
+  return mass;
+}
+
+// One search after the other, by the first block alone: right for every row, fast for none. The token in s.token.
+template <class L> RARELY void draw_alone(L z, Shared& s, Levels levels, u64 uniform) {
+  u64 kept = MyBins(s).total;
+  __syncthreads();
+  if (s.row.top_k) {
+    kept = mass_of_best(z, s, levels, kept, s.row.top_k);
+    fill_bins(z, s, Team{0, 1}, levels);
+  }
+  if (s.row.top_p < TOP_P_OFF) kept = find_by_mass(z, s, levels, nucleus_end(kept, s.row.top_p));
+  find_by_mass(z, s, levels, __umul64hi(uniform, kept));
+}
+
+// The entries within the limits, to the first block.
+template <class L> DEVICE void collect_within(const L& z, const Shared& s, Shared& first, const Team& team) {
+  float a = s.limits[0], b = s.limits[1], c = s.limits[2], d = s.limits[3];
+  every_entry(z, team, [&](float x, int id) {
+    if ((x >= a && x <= b) || (x >= c && x <= d)) push(first, rank_of(x, id));
+  });
+}
+
+// By one warp: the value from which on (which = 0), or up to which (1), an entry lies in bins low ... high.
+DEVICE float limit_of(const Levels& levels, u32 top_key, int low, int high, int which) {
+  if (which == 0) return of_key(first_key(levels, top_key, (u32)((high + 1) << BIN_SHIFT) - 1));
+  return low ? of_key(first_key(levels, top_key, (u32)(low << BIN_SHIFT) - 1) - 1) : INFINITE;
 }
 
 // top_p (and min_p) without top_k, by the whole team. The bins say where the nucleus ends and, but for that bin's
-// inside, what it holds: so they also say which bin, at most a few, the draw can fall into. One pass collects
-// both, and the first block sorts them.
-template <class L> DEVICE int draw_together(const L& z, Shared& s, const Team& team, float top, u64 uniform) {
-  Found last = {0, 0, 0, 0, 0}, from = last, to = last;
+// inside, what it holds: so they also say which bin, at most a few, the draw can fall into. One pass collects both,
+// and the first block sorts them. The token in the first block's s.token.
+template <class L>
+DEVICE void draw_together(const L& z, Shared& s, const Team& team, const Levels& levels, u32 top_key, u64 uniform) {
   u64 end = 0;
-  bool fits = true;
   if (team.rank == 0) {
-    u64 all = totals(s).mass;
-    end = s.row.top_p < TOP_P_OFF ? nucleus_end(all, s.row.top_p) : all - 1;
-    last = locate_bin(s, end, false);
-    from = locate_bin(s, __umul64hi(uniform, last.before + 1), false);
-    to = locate_bin(s, __umul64hi(uniform, last.before + last.inside), false);
-    u32 between = to.count_before + to.count - from.count_before;
-    fits = (to.bin == last.bin ? between : between + last.count) <= CAPACITY;
-    if (threadIdx.x == 0) s.found = 0, s.bin = fits ? last.bin : -1, s.draw_low = from.bin, s.draw_high = to.bin;
+    MyBins bins(s);
+    end = s.row.top_p < TOP_P_OFF ? nucleus_end(bins.total, s.row.top_p) : bins.total - 1;
+    bins.locate(end, &s.spots[0]);
+    if (threadIdx.x == 0) s.found = s.num_last = s.num_draw = 0;
+    __syncthreads();
+    Spot last = s.spots[0];
+    bins.locate(__umul64hi(uniform, last.before + 1), &s.spots[1]);
+    bins.locate(__umul64hi(uniform, last.before + last.mass), &s.spots[2]);
+    __syncthreads();
+    if (warp() < 4) {
+      int low = warp() < 2 ? last.bin : s.spots[1].bin, high = warp() < 2 ? last.bin : s.spots[2].bin;
+      float limit = limit_of(levels, top_key, low, high, warp() & 1);
+      if (lane() < team.size) *at_rank(&s.limits[warp()], lane()) = limit;
+    }
   }
   team.sync();
-  Shared& first = *at_rank(&s, 0);
-  int wanted = first.bin, low = first.draw_low, high = first.draw_high;
-  if (wanted >= 0)
-    every_entry(z, team, [&](float x, int id) {
-      u32 level = level_of(x, top, s.row);
-      int bin = (int)(level >> BIN_SHIFT);
-      if ((bin == wanted || (bin >= low && bin <= high)) && mass_of(level)) push(first, rank_of(x, id));
-    });
+  collect_within(z, s, *at_rank(&s, 0), team);
   team.sync();
-  if (team.rank) return -1;
-  if (!fits) return draw_alone(z, s, top, uniform);
+  if (team.rank) return;
   int n = s.found;
+  if (n > CAPACITY) return draw_alone(z, s, levels, uniform);
   sort_best_first(s, n);
-  weigh_sorted(s, n, n, top);
-  locate_sorted(s, n - (int)last.count, (int)last.count, last.before, end);
-  u64 kept = s.kept;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < n; i += THREADS) {
+    u32 level = levels.of(of_key((u32)(s.ranks[i] >> 32)));
+    int bin = (int)(level >> BIN_SHIFT);
+    s.mass[i] = mass_of(level);
+    if (bin == s.spots[0].bin) atomicAdd(&s.num_last, 1);
+    if (bin >= s.spots[1].bin && bin <= s.spots[2].bin) atomicAdd(&s.num_draw, 1);
+  }
   __syncthreads();
-  locate_sorted(s, 0, (int)(to.count_before + to.count - from.count_before), from.before, __umul64hi(uniform, kept));
-  return s.token;
+  if (warp() == 0) {
+    int skipped = n - s.num_last;
+    u64 kept = locate([&](int i) { return s.mass[skipped + i]; }, s.num_last, s.spots[0].before, end).inclusive;
+    Prefix drawn = locate([&](int i) { return s.mass[i]; }, s.num_draw, s.spots[1].before, __umul64hi(uniform, kept));
+    if (lane() == 0) s.token = (int)id_of(s.ranks[drawn.index]);
+  }
+  __syncthreads();
 }

@@ -150,7 +150,7 @@ def chi_square(counts: NDArray[np.int64], p: NDArray[np.float64]) -> float:
 
 
 def counts_of(z: NDArray[np.float32], fields: dict[str, float], seed: int, draws: int) -> NDArray[np.int64]:
-    """Tokens of ``draws`` steps on the same logits, by the CPU twin (test_twins shows that it is the reference)."""
+    """Tokens of ``draws`` steps on the same logits, by the CPU twin, which test_twins shows is equal."""
     sampler = cpu.BatchedSampler(1, z.size, draws + 1, threads=1)
     sampler.admit(0, RowParams(max_tokens=draws, seed=seed, **fields), [0])  # type: ignore[arg-type]
     tokens = [sampler.step(z[None], [0])[0][0] for _ in range(draws)]
@@ -265,7 +265,7 @@ def test_edits_in_order() -> None:
     assert later[3] == 4  # min_tokens reached
 
 
-# ------------------------------------------------------------------------------------------- log-probabilities
+# ------------------------------------------------------------------------- log-probabilities
 
 
 @pytest.mark.parametrize("logprobs", [reference.logprobs, cpu.logprobs])

@@ -1,4 +1,4 @@
-"""What a batched sampler promises, asked of both CPU twins: slots, endings, and no neighbour's influence."""
+"""What a batched sampler promises, asked of every twin: slots, endings, and no neighbour's influence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device import OnDevice
 
 from kernels import cpu, reference
 from kernels.rows import RowParams, Status
@@ -25,7 +26,13 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=[reference.BatchedSampler, cpu.BatchedSampler], ids=["reference", "cpu"])
+@pytest.fixture(
+    params=[
+        pytest.param(reference.BatchedSampler, id="reference"),
+        pytest.param(cpu.BatchedSampler, id="cpu"),
+        pytest.param(OnDevice, id="cuda", marks=pytest.mark.gpu),
+    ]
+)
 def make(request: pytest.FixtureRequest) -> Any:
     return request.param
 

@@ -1,0 +1,201 @@
+"""The CUDA sampler on a device: equal to the CPU twin bit for bit, one launch, no allocation, no waiting."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import history, logits_row, row_params
+from device import OnDevice, rounded
+
+from kernels import cpu
+from kernels.rows import RowParams, Status
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3600)]
+
+# LIVEBATCH_TWIN_ROWS=100000 is the full run.
+ROWS = int(os.environ.get("LIVEBATCH_TWIN_ROWS", "5000"))
+BATCH, STEPS = 64, 3
+SHARES = {
+    2: 0.08, 3: 0.08, 50: 0.25, 1000: 0.35, 5000: 0.1, 32000: 0.03, 49152: 0.03, 50257: 0.03, 128256: 0.01,
+    151936: 0.01, 201088: 0.01, 262144: 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("vocab_size", SHARES)
+def test_random_rows(vocab_size: int, kind: str) -> None:
+    rng = np.random.default_rng(vocab_size)
+    twins = (cpu.BatchedSampler(BATCH, vocab_size, 64), OnDevice(BATCH, vocab_size, 64, kind))
+    share = SHARES[vocab_size] * (0.6 if kind == "float32" else 0.2)
+    for _ in range(max(1, round(ROWS * share / BATCH / STEPS))):
+        admit_all(rng, vocab_size, twins)
+        for _ in range(STEPS):
+            check_step(rng, vocab_size, twins)
+        for slot in range(BATCH):
+            for twin in twins:
+                twin.release(slot)
+
+
+def admit_all(rng: np.random.Generator, vocab_size: int, twins: Any) -> None:
+    for slot in range(BATCH):
+        params, prompt = row_params(rng, vocab_size), history(rng, vocab_size)
+        grammar = rng.integers(2**32, size=-(-vocab_size // 32), dtype=np.uint32)
+        for twin in twins:
+            twin.admit(slot, params, prompt)
+            if slot % 10 == 0:
+                twin.set_mask(slot, grammar)
+
+
+def check_step(rng: np.random.Generator, vocab_size: int, twins: Any) -> None:
+    slots = rng.permutation(BATCH)
+    logits = np.full((BATCH, vocab_size + int(rng.integers(6))), 1e9, np.float32)
+    logits[:, :vocab_size] = [logits_row(rng, vocab_size) for _ in slots]
+    twins[1].offset = int(rng.integers(4))
+    logits = rounded(logits, twins[1].kind)
+    expected, got = (twin.step(logits, slots) for twin in twins)
+    np.testing.assert_array_equal(got[0], expected[0])
+    np.testing.assert_array_equal(got[1], expected[1])
+
+
+FLAT = [
+    RowParams(max_tokens=40, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+    for seed, (top_k, top_p, min_p, temperature) in enumerate(
+        [(0, 0.9, 0, 1), (0, 1, 1e-9, 1), (600, 0.9, 0, 1), (5000, 1, 0, 1), (512, 1, 0, 2), (50, 1, 0, 1)]
+    )
+]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-7, 0.01, 0.5, 3.0])
+def test_what_candidates_cannot_settle(spread: float) -> None:
+    """Ties by the thousand, and nuclei of most of the vocabulary: bins, and their splitting, on purpose."""
+    vocab_size = 60_000
+    twins = (cpu.BatchedSampler(len(FLAT), vocab_size, 64), OnDevice(len(FLAT), vocab_size, 64))
+    for slot, params in enumerate(FLAT):
+        for twin in twins:
+            twin.admit(slot, params, [1])
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        logits = (8 + spread * rng.normal(size=(len(FLAT), vocab_size))).astype(np.float32)
+        expected, got = (twin.step(logits, np.arange(len(FLAT))) for twin in twins)
+        np.testing.assert_array_equal(got[0], expected[0])
+
+
+def mixed(sampler: Any, rows: int) -> None:
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_k": 40, "top_p": 0.9},
+        {"top_p": 0.8},
+        {},
+        {"min_p": 0.1, "repetition_penalty": 1.2},
+        {"top_k": 700},
+    ]
+    for slot in range(rows):
+        params = RowParams(max_tokens=4000, seed=slot, **settings[slot % len(settings)])
+        sampler.admit(slot, params, list(range(slot + 1)))
+
+
+def test_a_captured_step_replays_like_an_eager_one() -> None:
+    """1,000 steps, and k changes under the captured graph: a new row in an old slot."""
+    import cupy as cp
+
+    rows, vocab_size = 12, 5000
+    eager, graphed = (OnDevice(rows, vocab_size, 4096) for _ in range(2))
+    logits = cp.random.default_rng(3).standard_normal((rows, vocab_size), dtype=cp.float32) * 3
+    buffers = [logits.copy(), logits.copy()]
+    for each in (eager, graphed):
+        mixed(each, rows)
+    addresses = [b.data.ptr + np.arange(rows, dtype=np.uint64) * np.uint64(4 * vocab_size) for b in buffers]
+    stream = graphed.sampler.stream
+    graphed.sampler.enqueue(addresses[1], np.arange(rows)).wait()
+    expected = eager.sampler.enqueue(addresses[0], np.arange(rows)).wait()
+    stream.begin_capture()
+    captured = graphed.sampler.enqueue(addresses[1], np.arange(rows))
+    graph = stream.end_capture()
+    for step in range(1000):
+        if step == 500:
+            for each in (eager, graphed):
+                each.release(1)
+                each.admit(1, RowParams(max_tokens=4000, top_k=7, seed=99), [5])
+        for buffer in buffers:
+            cp.copyto(buffer, cp.roll(logits, step, axis=1))
+        cp.cuda.get_current_stream().synchronize()
+        expected = eager.sampler.enqueue(addresses[0], np.arange(rows)).wait()
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(captured.results[:, 0], expected[0])
+    assert set(expected[1]) == {Status.RUNNING}
+
+
+class Counted:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel: Any, launches: list[int]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def launch(self, rows: int, arguments: tuple[Any, ...]) -> None:
+        self.launches.append(rows)
+        self.kernel.launch(rows, arguments)
+
+
+def test_a_step_is_one_launch_and_allocates_nothing() -> None:
+    import cupy as cp
+
+    rows, vocab_size = 12, 5000
+    device = OnDevice(rows, vocab_size, 4096)
+    mixed(device, rows)
+    logits = cp.random.default_rng(3).standard_normal((rows, vocab_size), dtype=cp.float32)
+    addresses = logits.data.ptr + np.arange(rows, dtype=np.uint64) * np.uint64(4 * vocab_size)
+    launches: list[int] = []
+    for name in ("_few", "_many"):
+        setattr(device.sampler, name, Counted(getattr(device.sampler, name), launches))
+    pool = cp.get_default_memory_pool()
+    before = (pool.used_bytes(), pool.total_bytes())
+    for step in range(1000):
+        n = 1 + step % rows
+        device.sampler.enqueue(addresses[:n], np.arange(n)).wait()
+    assert len(launches) == 1000
+    assert (pool.used_bytes(), pool.total_bytes()) == before
+
+
+def test_next_ids_stay_on_the_device() -> None:
+    import cupy as cp
+
+    device = OnDevice(3, 100, 64)
+    for slot in range(3):
+        device.admit(slot, RowParams(max_tokens=9, temperature=0.0), [1])
+    logits = np.zeros((3, 100), np.float32)
+    logits[0, 7], logits[1, 50], logits[2, 3] = 1, np.nan, 1
+    on_device, next_ids = device.upload(logits), cp.full(3, -5, cp.int64)
+    addresses = on_device.data.ptr + np.arange(3, dtype=np.uint64) * np.uint64(400)
+    tokens, status = device.sampler.enqueue(addresses, [0, 1, 2], next_ids.data.ptr).wait()
+    assert list(tokens) == [7, -1, 3]
+    assert list(status) == [Status.RUNNING, Status.INVALID_LOGITS, Status.RUNNING]
+    assert next_ids.get().tolist() == [7, 0, 3]
+
+
+def test_rows_far_apart() -> None:
+    """Rows by address: more than 2**32 bytes between the first and the last."""
+    import cupy as cp
+
+    vocab_size, stride = 1000, 2_500_000_000
+    memory = cp.cuda.alloc(2 * stride + 4 * vocab_size)
+    twins = (cpu.BatchedSampler(3, vocab_size, 64), OnDevice(3, vocab_size, 64))
+    z = np.random.default_rng(0).normal(0, 3, (3, vocab_size)).astype(np.float32)
+    for slot in range(3):
+        view = cp.ndarray((vocab_size,), cp.float32, memory + slot * stride)
+        view.set(z[slot])
+        for twin in twins:
+            twin.admit(slot, RowParams(max_tokens=9, top_k=40, seed=slot, banned_ids=(3,)), [1])
+    addresses = memory.ptr + np.arange(3, dtype=np.uint64) * np.uint64(stride)
+    got = twins[1].sampler.enqueue(addresses, np.arange(3)).wait()
+    np.testing.assert_array_equal(got[0], twins[0].step(z, np.arange(3))[0])
+
+
+def test_a_vocabulary_too_large_is_refused() -> None:
+    from kernels import cuda
+
+    with pytest.raises(ValueError, match="exceeds"):
+        cuda.BatchedSampler(1, (1 << 18) + 1, 64)
