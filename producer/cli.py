@@ -41,7 +41,7 @@ Exit codes:
   0  all rows completed; submit without --wait: all are queued;
      results without --follow: of the rows that have ended, all completed
   1  some rows failed, were cancelled, or (validate, submit) are bad lines
-  2  usage: nothing was done, and the message says why
+  2  usage, or a file that cannot be read or written
   3  Redis cannot be reached, or would lose rows
   4  interrupted: the batch goes on, and the message says how to come back
 """

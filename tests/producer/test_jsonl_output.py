@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,33 @@ def test_a_line_is_one_line_for_every_reader() -> None:
     assert len(line.decode().splitlines()) == 1
     assert json.loads(line)["text"] == text
     assert "漢🦙".encode() in line
+
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
+
+
+def test_the_documents_output_lines_are_what_is_written() -> None:
+    """A row that completed, one that failed, one that was cancelled; then the first two as flat lines."""
+    top_p = "top_p must be a number above 0 and at most 1, not 7: use 1.0 to keep every token"
+    message = f"line 2: {top_p}, or temperature 0 for the likeliest"
+    bad = wire.Failure.of("invalid_value", message, "top_p")
+    cancelled = wire.Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
+    answered = wire.Result(
+        custom_id="a",
+        job_id="b1-0-1",
+        created=1764000000,
+        endpoint="chat",
+        model="smollm2-135m",
+        choices=(wire.Choice(0, "Hello!", "stop"),),
+        usage=wire.Usage(31, 3),
+        seed=5187912340023,
+    )
+    refused = wire.Result(custom_id="b", job_id="b1-0-2", created=1, failure=bad)
+    dropped = wire.Result(custom_id="c", job_id="b1-0-3", created=1, failure=cancelled)
+    text = DOCUMENT.read_text()
+    shown = [
+        json.loads(line)
+        for block in text.split("```json\n")[1:]
+        for line in block.split("```")[0].splitlines()
+    ]
+    assert shown == [*map(result_line, (answered, refused, dropped)), *map(flat_line, (answered, refused))]
