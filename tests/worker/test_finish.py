@@ -284,10 +284,13 @@ def test_an_odd_ttl_is_our_own_default(bench: Bench, connection: redis.Redis, tt
 def test_the_batch_and_the_token_counts_add_up(bench: Bench, connection: redis.Redis) -> None:
     enqueue(connection, [request(number) for number in range(5)])
     enqueue(connection, [request(number, "c") for number in range(3)])
-    bench.finish(bench.claim(8))
+    claims = bench.claim(8)
+    bench.finish(claims)
     assert counts(connection, BATCH) == {"completed": 5}
     assert counts(connection, "c") == {"completed": 3}
     assert connection.hget("livebatch:batch:b:counts", "completion_tokens") == b"20"
+    started = float(connection.hget("livebatch:batch:b:counts", "started_at") or 0)
+    assert started == min(claim.lease.started_at for claim in claims), "a batch's speed counts from there"
     assert connection.hget("livebatch:batch:b:counts", "prompt_tokens") == b"15"
 
 
