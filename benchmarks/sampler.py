@@ -1,8 +1,8 @@
 """The sampler's ladder: what each rung from one call a row to one launch a step is worth. Needs a GPU.
 
 The rungs follow the design history of continuous batching engines: one call and one wait a row; all calls,
-then one wait; one call when all rows agree; one call per distinct setting, with gather and scatter; one launch
-for any mix. Every rung draws the same tokens, because all of them call the same kernel: only the calls differ.
+then one wait; one call when all rows agree; one call per distinct setting, with gather and scatter; one
+launch for any mix. All rungs draw the same tokens, as all call the same kernel: only the calls differ.
 
     python benchmarks/sampler.py --out benchmarks/results/sampler.json
 """
@@ -144,7 +144,7 @@ def device_us(stream: Any, work: list[Callable[[], Any]], replays: int = 20) -> 
 
 
 def launch_us(case: Case) -> float:
-    """Device time of our launch. Entries are uploaded beforehand, as in a step whose batch has not changed."""
+    """Device time of our launch. Entries lie there already, as in a step whose batch has not changed."""
     sampler, work = case.sampler, []
     kernel = sampler._few if case.batch <= cuda.MOST_FEW else sampler._many
     for logits in case.buffers:

@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     unroll: int  # loads a thread keeps in flight
 
 
-# Measured on an H200: few rows want many blocks each, many rows want few (a cluster's blocks must sit together).
+# Measured on an H200: few rows want many blocks each, many rows few (the blocks of a cluster sit together).
 FEW_ROWS = Shape(cluster=8, threads=512, blocks=1, unroll=4)
 MANY_ROWS = Shape(cluster=2, threads=512, blocks=1, unroll=6)
 WITHOUT_CLUSTERS = Shape(cluster=1, threads=1024, blocks=1, unroll=4)  # before compute capability 9
