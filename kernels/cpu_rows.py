@@ -339,7 +339,7 @@ def draw_from_candidates(z: Floats, top: np.float32, row: Row, uniform: Whole, w
 
 @inner
 def fill_bins(z: Floats, top: np.float32, row: Row, work: Work) -> None:
-    """Masses and counts of the whole row by bins of 1/32 octave, best first."""
+    """Masses (and counts, where top_k needs them) of the whole row by bins of 1/32 octave, best first."""
     work.bin_mass[:BINS] = ZERO
     work.bin_count[:] = 0
     for start in range(0, z.size, CHUNK):
@@ -348,7 +348,9 @@ def fill_bins(z: Floats, top: np.float32, row: Row, work: Work) -> None:
         for i in range(part.size):
             if work.weights[i] > ZERO:
                 work.bin_mass[levels[i] >> BIN_SHIFT] += work.weights[i]
-                work.bin_count[levels[i] >> BIN_SHIFT] += 1
+        if row.top_k > 0:
+            for i in range(part.size):
+                work.bin_count[min(levels[i] >> BIN_SHIFT, BINS - 1)] += work.weights[i] > ZERO
 
 
 @inner

@@ -21,10 +21,12 @@ def rounded(logits: NDArray[np.float32], kind: str) -> NDArray[np.float32]:
 class OnDevice:
     """cuda.BatchedSampler fed from host memory; ``offset`` entries of misalignment before the first row."""
 
-    def __init__(self, max_batch: int, vocab_size: int, max_length: int, kind: str = "float32") -> None:
+    def __init__(
+        self, max_batch: int, vocab_size: int, max_length: int, kind: Any = "float32", graphs: bool = True
+    ) -> None:
         from kernels import cuda
 
-        self.sampler = cuda.BatchedSampler(max_batch, vocab_size, max_length, kind)  # type: ignore[arg-type]
+        self.sampler = cuda.BatchedSampler(max_batch, vocab_size, max_length, logits=kind, graphs=graphs)
         self.kind, self.offset = kind, 0
         self.admit, self.release, self.set_mask = (
             self.sampler.admit,

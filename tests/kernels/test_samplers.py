@@ -54,7 +54,7 @@ def alone(make: Any, params: RowParams, steps: int = 6) -> list[int]:
 def test_same_row_at_every_position_of_32(make: Any, kind: str) -> None:
     params = RowParams(max_tokens=40, seed=9, **KINDS[kind])
     expected = alone(make, params)
-    for position in range(0, 32, 5):
+    for position in (0, 9, 31) if make is reference.BatchedSampler else range(32):
         sampler = make(32, V, 64)
         for slot, other in zip(range(32), list(KINDS.values()) * 7, strict=False):
             sampler.admit(slot, RowParams(max_tokens=40, seed=slot, **other), [slot])
