@@ -107,7 +107,7 @@ def connector(url: str) -> Connect:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
-    from producer.connection import redact
+    from producer.connection import not_a_url
 
     def connect(answer_seconds: float) -> Redis:
         try:
@@ -118,6 +118,6 @@ def connector(url: str) -> Connect:
                 retry=Retry(NoBackoff(), 0),
             )
         except ValueError as error:
-            raise UsageError(f"--redis {redact(url)} is not a Redis URL: {error}") from error
+            raise UsageError(f"--redis: {not_a_url(url)}") from error
 
     return connect

@@ -137,3 +137,10 @@ def test_a_log_message_stays_on_its_line() -> None:
     line = Lines().format(record)
     assert line.endswith(" INFO service: a\\nb\\x1b[0m漢")
     assert "\n" not in line
+
+
+def test_a_url_that_is_none_is_shown_without_its_password() -> None:
+    done = run("run", "--model", "dummy", "--redis", "redis://user:se#cret@127.0.0.1:x/0")
+    assert done.returncode == 2
+    assert "--redis" in done.stderr and "not a Redis URL" in done.stderr
+    assert "cret" not in done.stderr + done.stdout
