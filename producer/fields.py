@@ -15,6 +15,7 @@ from producer.later import LATER
 from producer.messages import messages
 from producer.rules import (
     INT32_MAX,
+    MAX_STOP_IDS,
     Integer,
     Matching,
     Number,
@@ -51,7 +52,7 @@ SAMPLING: Mapping[str, Rule] = {
     "seed": Seed(),
     "stop": Strings(16),
     "include_stop_str_in_output": flag,
-    "stop_token_ids": TokenIds(distinct=True),
+    "stop_token_ids": TokenIds(distinct=True, most=MAX_STOP_IDS),
     "ignore_eos": flag,
     "skip_special_tokens": flag,
     "logit_bias": logit_bias,

@@ -15,6 +15,8 @@ from typing import Any
 from producer.errors import RowError
 
 Rule = Callable[[Any, str], Any]
+MAX_STOP_IDS = 64  # the sampler's room for a row's ending ids, EOS ids included, is 128
+MAX_BIASES = 1024  # the sampler's room for a row's biases
 INT32_MAX = 2**31 - 1
 SHOWN_CHARACTERS = 60  # of a refused value; a result line must not carry a megabyte back
 
@@ -176,6 +178,7 @@ class TokenIds:
 
     least: int = 0
     distinct: bool = False  # ids are a set: repeats are dropped, so their number is bounded by the vocabulary
+    most: int | None = None  # after repeats are dropped; None: no limit
     code: str = "invalid_value"
 
     def __call__(self, value: Any, path: str) -> tuple[int, ...] | None:
@@ -185,7 +188,10 @@ class TokenIds:
         # Whole-list tests first: a prompt of 100,000 ids must not cost 100,000 Python calls.
         if set(map(type, value)) - {int} or (value and not 0 <= min(value) <= max(value) <= INT32_MAX):
             self._refuse_first_bad(value, path)
-        return (tuple(dict.fromkeys(value)) if self.distinct else tuple(value)) or None
+        ids = tuple(dict.fromkeys(value)) if self.distinct else tuple(value)
+        if self.most is not None and len(ids) > self.most:
+            raise RowError(self.code, f"{path} holds {len(ids)} ids; at most {self.most} are served", path)
+        return ids or None
 
     def _refuse_first_bad(self, value: Sequence[Any], path: str) -> None:
         item = Integer(0, code=self.code)
@@ -196,6 +202,9 @@ class TokenIds:
 def logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...] | None:
     """An object from token id ("5" or 5) to a bias of -100..100; pairs (id, bias), None when empty."""
     bias, entries = Number(-100, 100), json_object(value, path).items()
+    if len(entries) > MAX_BIASES:
+        reason = f"{path} names {len(entries)} ids; at most {MAX_BIASES} are served"
+        raise RowError("invalid_value", reason, path)
     pairs = {_token_key(key, path): bias(number, f"{path}.{key}") for key, number in entries}
     if len(pairs) != len(value):
         raise RowError("invalid_value", f"{path} names a token id twice", path)

@@ -79,10 +79,11 @@ BAD: dict[str, list[Any]] = {
     "seed": [-2, 2**64, 1.5, "7", True],
     "stop": ["", [""], ["a", ""], ["x"] * 17, 5, {"a": 1}, [5], ["\ud83d"]],
     "include_stop_str_in_output": [1, 0, "true"],
-    "stop_token_ids": [[-1], [1.0], [True], ["1"], 5, "5", [2**31], [None]],
+    "stop_token_ids": [[-1], [1.0], [True], ["1"], 5, "5", [2**31], [None], [*range(65)]],
     "ignore_eos": [1, "yes"],
     "skip_special_tokens": [0, []],
     "logit_bias": [
+        {str(token): 1 for token in range(1025)},
         {"AI": -100},
         {"-1": 1},
         {"5": 500},
