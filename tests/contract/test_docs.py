@@ -65,8 +65,9 @@ def test_the_output_examples_have_the_shape_of_outputs() -> None:
         usage=wire.Usage(31, 3),
         seed=5187912340023,
     )
-    failure = wire.Failure.of("invalid_value", "line 2: top_p must be ...", "top_p")
-    bad = wire.Result(custom_id="b", job_id="b1-0-2", created=1, failure=failure)
+    row = jsonl.parse_object({"custom_id": "b", "prompt": "x", "top_p": 7}, jsonl.Place("b1", line=2))
+    assert isinstance(row, jsonl.BadRow)
+    bad = row.result(created=1)
     gone = wire.Failure.of("batch_cancelled", "...")
     assert answer == jsonl.result_line(result)
     assert flat == jsonl.flat_line(result)

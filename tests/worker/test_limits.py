@@ -1,4 +1,4 @@
-"""What the contract lets through fits the sampler: a row at every limit is admitted, never fatal to the engine."""
+"""What the contract lets through fits the sampler: a row at every limit is admitted, not fatal."""
 
 from __future__ import annotations
 
