@@ -68,7 +68,7 @@ def test_the_output_examples_have_the_shape_of_outputs() -> None:
     row = jsonl.parse_object({"custom_id": "b", "prompt": "x", "top_p": 7}, jsonl.Place("b1", line=2))
     assert isinstance(row, jsonl.BadRow)
     bad = row.result(created=1)
-    gone = wire.Failure.of("batch_cancelled", "...")
+    gone = wire.Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
     assert answer == jsonl.result_line(result)
     assert flat == jsonl.flat_line(result)
     assert refused == jsonl.result_line(bad)
