@@ -253,7 +253,7 @@ def list_batches(as_json: Json = False, redis: Redis = None) -> None:
 
 
 @app.command()
-def cancel(batch: BatchId, redis: Redis = None) -> None:
+def cancel(batch: BatchId, as_json: Json = False, redis: Redis = None) -> None:
     """End every row of a batch that has not ended.
 
     Queued rows end now, running ones in their worker's next step.
@@ -264,6 +264,9 @@ def cancel(batch: BatchId, redis: Redis = None) -> None:
     from producer.client import Client
 
     status = Client(redis).cancel(batch)
+    if as_json:
+        _print_json(status.to_dict())
+        return
     running = f", {status.waiting:,} running rows are being stopped" if status.waiting else ""
     say(f"batch {batch}: {status.completed:,} completed, {status.cancelled:,} cancelled{running}")
 

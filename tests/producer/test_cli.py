@@ -506,6 +506,9 @@ def test_cancel(run: Run, worker: TinyWorker, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert run("cancel", "m") == 0
     assert "0 completed, 4 cancelled, 1 running rows are being stopped" in capsys.readouterr().err
+    assert run("cancel", "m", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["state"], said["cancelled"], said["waiting"]) == ("cancelled", 4, 1)
     worker.fail(running, "batch_cancelled")
     assert run("results", "m", "--follow", "-o", "out.jsonl") == 1
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
