@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import redis
 from producer.embedded import EmbeddedRedis
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell's background job ignores Ctrl-C, and so would every program started from here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
