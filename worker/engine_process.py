@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from producer.errors import LivebatchError
 from worker.compose import build_engine
 from worker.events import Died, Outputs, Post, Ready
-from worker.sequence import Row
+from worker.sequence import Output, Row
 from worker.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 STOP_SECONDS = 3.0
+SEND_SECONDS = 0.01  # outputs of so long travel together: each message costs the parent a turn of its loop
 LOAD_SECONDS = 1.0  # a step that ends no row is reported at least this often
 Orders = tuple[Sequence[Row], Sequence[int]]  # rows to add, ids to cancel
 
@@ -143,7 +144,8 @@ def main(settings: EngineSettings, pipe: Connection, parent: int) -> None:
 
 def serve(engine: Engine, pipe: Connection) -> None:
     """Orders in, step, outputs out. Blocks only when there is nothing to do. Raises EOFError at the end."""
-    reported = 0.0
+    outputs: list[Output] = []
+    sent = 0.0
     while True:
         while pipe.poll(None if not engine.has_work else 0):
             rows, cancels = pipe.recv()
@@ -151,10 +153,11 @@ def serve(engine: Engine, pipe: Connection) -> None:
                 engine.add(row)
             for row_id in cancels:
                 engine.cancel(row_id)
-        outputs = engine.step()
-        if outputs or time.monotonic() - reported > LOAD_SECONDS:
-            reported = time.monotonic()
+        outputs += engine.step()
+        waited = time.monotonic() - sent
+        if (outputs and (waited >= SEND_SECONDS or not engine.has_work)) or waited >= LOAD_SECONDS:
             pipe.send(Outputs(outputs, engine.load))
+            outputs, sent = [], time.monotonic()
 
 
 def _die_with(parent: int) -> None:
