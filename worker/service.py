@@ -223,6 +223,8 @@ class Service:
     def _claim(self) -> None:
         room = self._room
         claimed, cancelled = self._desk.claim(room)
+        if claimed and not self._hand:
+            self._report_at = 0.0  # idle no more: say so now
         if len(claimed) < room:
             self._is_dry = True
             for waiter in self._waiters:

@@ -169,13 +169,13 @@ def test_rq_info_runs_throughout_and_shows_the_truth(
     redis_url: str, connection: redis.Redis, tmp_path: Path
 ) -> None:
     """RQ's own tool cleans registries as it reads them; it must neither lose nor double a row."""
-    lines = rows()
+    lines = rows(size=1500)  # longer than rq info takes to start
     submit(redis_url, tmp_path, lines)
     with worker(redis_url, "dummy", "--max-batch", "4"):
         wait_for(lambda: completed(connection) >= 1)
+        wait_for(lambda: re.search(r"\S+ \(\S+ \S+ \d+\): busy livebatch", rq_info(redis_url)) is not None)
         shown = rq_info(redis_url)
         assert re.search(r"livebatch .* [1-8] executing", shown), shown
-        assert re.search(r"\S+ \(\S+ \S+ \d+\): busy livebatch", shown), shown
         assert "1 workers" in shown
         while completed(connection) < len(lines):
             rq_info(redis_url)
