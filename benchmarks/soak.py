@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--words", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     options = parser.parse_args()
     found = soak(options.rows, options.words, options.batch)
