@@ -26,37 +26,42 @@ _DEFAULT_NAMES = {
     "present_key_names": "present.%d.key",
     "present_value_names": "present.%d.value",
 }
-_STEP_DTYPES: dict[Kind, dict[str, str]] = {
+_I32, _I64 = frozenset({"INT32"}), frozenset({"INT64"})
+_STEP_DTYPES: dict[Kind, dict[str, frozenset[str]]] = {
     "cpu-paged": {
-        "input_ids": "INT64",
-        "position_ids": "INT64",
-        "slot_mapping": "INT64",
-        "block_table": "INT32",
-        "logits_indices": "INT64",
+        "input_ids": _I64,
+        "position_ids": _I64,
+        "slot_mapping": _I64,
+        "block_table": _I32,
+        "logits_indices": _I64,
     },
     "cuda-paged": {
-        "input_ids": "INT64",
-        "cumulative_sequence_lengths": "INT32",
-        "past_sequence_lengths": "INT32",
-        "block_table": "INT32",
-        "attention_metadata": "INT32",
-        "logits_indices": "INT32",
+        "input_ids": _I64,
+        "cumulative_sequence_lengths": _I32,
+        "past_sequence_lengths": _I32,
+        "block_table": _I32,
+        "attention_metadata": _I32,
+        "logits_indices": _I32 | _I64,
     },
 }
 _OPTIONAL: dict[Kind, frozenset[str]] = {
     "cpu-paged": frozenset(),
     "cuda-paged": frozenset({"attention_metadata", "logits_indices"}),
 }
-_FLOATS: dict[Kind, frozenset[str]] = {
+_CACHE_DTYPES: dict[Kind, frozenset[str]] = {
     "cpu-paged": frozenset({"FLOAT"}),
-    "cuda-paged": frozenset({"FLOAT16", "BFLOAT16", "FLOAT"}),
+    "cuda-paged": frozenset({"FLOAT16", "BFLOAT16"}),  # all that PagedAttention takes without scales
 }
-_REASONS = {
+_LOGITS_DTYPES = {kind: dtypes | {"FLOAT"} for kind, dtypes in _CACHE_DTYPES.items()}
+_MAX_BATCH = 256  # rows of one PagedAttention call
+_NUM_BOUNDS = 3  # attention_metadata: most new tokens of a row, longest context, least longest context
+_REASONS = {  # patterns of input names
     "attention_mask": "the graph keeps one dense cache per batch; rows cannot join and leave. "
     "Build a paged one with `worker build`",
     "block_table_windowed": "sliding-window caches are not supported",
     "inputs_embeds": "image and audio models are not supported",
-    "rope_cache_switch": "LongRoPE, which changes with the longest row of a batch, is not supported",
+    r".*_scale": "quantised caches are not supported",
+    r"past\.\d+\.(conv|recurrent)|state_update.*": "layers with a state of another kind are not supported",
 }
 _UNSUPPORTED_SECTIONS = ("encoder", "vision", "speech", "embedding", "mtp")
 _UNSUPPORTED_DECODER = ("sliding_window", "pipeline")
@@ -78,6 +83,7 @@ class ModelFolder:
     num_kv_heads: int
     head_size: int
     block_size: int  # slots per cache block
+    session_config: Mapping[str, str]  # entries the graph wants in its ONNX Runtime session's options
     eos_ids: tuple[int, ...]
     bos_id: int | None
     search: Mapping[str, Any]  # the model's own sampling defaults, under genai's names
@@ -109,9 +115,42 @@ class ModelFolder:
             eos_ids=config.ids("model.eos_token_id"),
             bos_id=next(iter(config.ids("model.bos_token_id", missing_ok=True)), None),
             search=config.search(),
+            session_config=_session_config(config),
         )
         _check_ports(folder)
         return folder
+
+    @property
+    def step_inputs(self) -> Mapping[str, str]:
+        """Config's words for the step's inputs that this graph takes, each with its ONNX type ("INT32")."""
+        named = {word: self.names[word] for word in _STEP_DTYPES[self.kind]}
+        inputs = self.graph.inputs
+        return {word: inputs[name].dtype for word, name in named.items() if name in inputs}
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the graph gives logits for chosen tokens only; else every token of a run has its row."""
+        return "logits_indices" in self.step_inputs
+
+    @property
+    def has_attention_metadata(self) -> bool:
+        """Whether runs are told their bounds in CPU memory; without, attention reads them off the device."""
+        return "attention_metadata" in self.step_inputs
+
+    @property
+    def kv_dtype(self) -> str:
+        """ONNX type of the cache: FLOAT on the CPU, FLOAT16 or BFLOAT16 on CUDA."""
+        return self.graph.inputs[self.layer_names("past_key_names")[0]].dtype
+
+    @property
+    def logits_dtype(self) -> str:
+        """ONNX type of the logits: FLOAT, FLOAT16 or BFLOAT16."""
+        return self.graph.outputs[self.names["logits"]].dtype
+
+    @property
+    def max_batch(self) -> int | None:
+        """Most rows of one run; None where the graph sets no bound."""
+        return _MAX_BATCH if self.kind == "cuda-paged" else None
 
     def layer_names(self, word: str) -> list[str]:
         """Graph names of a per-layer input or output, such as "past_key_names". [num_layers]"""
@@ -130,10 +169,15 @@ def _refuse_unsupported(config: GenaiConfig) -> None:
     layer_types = config.get("model.decoder.layer_types") or []
     if layer_types != ["full_attention"] * len(layer_types):
         raise config.wrong("model.decoder.layer_types", "full_attention throughout, the only kind served")
-    for name in config.section("model.decoder.state_groups"):
-        key = f"model.decoder.state_groups.{name}.kind"
-        if config.get(key) != "paged_kv":
-            raise config.wrong(key, "paged_kv, the only state served")
+    for group in config.items("model.decoder.state_groups"):
+        if group.get("kind") != "paged_kv":
+            raise config.wrong("model.decoder.state_groups", "of kind paged_kv alone, the only state served")
+
+
+def _session_config(config: GenaiConfig) -> dict[str, str]:
+    """Entries such as "ep.cuda.fpa_intb_gemm": as in genai, what is a dotted name in session_options."""
+    options = config.section("model.decoder.session_options")
+    return {name: value for name, value in options.items() if "." in name and isinstance(value, str)}
 
 
 def _names(config: GenaiConfig) -> dict[str, str]:
@@ -153,13 +197,24 @@ def _kind(graph: GraphFile, names: Mapping[str, str]) -> Kind:
     for kind, words in _STEP_DTYPES.items():
         allowed = {names[word] for word in words}
         if allowed - {names[word] for word in _OPTIONAL[kind]} <= step_inputs <= allowed:
+            _refuse_control_flow(graph)
             return kind
     raise UsageError(f"{graph.path}: {_misfit(step_inputs, names)}.")
 
 
+def _refuse_control_flow(graph: GraphFile) -> None:
+    """LongRoPE is written as an If on the width of the step's block table, hence on a row's neighbours."""
+    if "If" in graph.operators:
+        raise UsageError(
+            f"{graph.path}: the graph has a branch (If): LongRoPE, which changes with the longest row of a "
+            "batch, is not supported."
+        )
+
+
 def _misfit(step_inputs: set[str], names: Mapping[str, str]) -> str:
     for name in sorted(step_inputs - set(names.values())):
-        reason = _REASONS.get(name, "this worker does not know what to feed it")
+        reasons = (reason for pattern, reason in _REASONS.items() if re.fullmatch(pattern, name))
+        reason = next(reasons, "this worker does not know what to feed it")
         return f"input '{name}' is not supported: {reason}"
     wanted = " or ".join(", ".join(names[word] for word in words) for words in _STEP_DTYPES.values())
     return f"its inputs ({', '.join(sorted(step_inputs))}) are no paged decoder's: that takes {wanted}"
@@ -185,14 +240,16 @@ def _check_ports(folder: ModelFolder) -> None:
     for words, ports, side in ((_PAST, inputs, "input"), (_PRESENT, outputs, "output")):
         for word in words:
             for name in folder.layer_names(word):
-                _check_port(folder, f"{side} '{name}'", ports.get(name), _FLOATS[folder.kind], cache)
+                _check_port(folder, f"{side} '{name}'", ports.get(name), _CACHE_DTYPES[folder.kind], cache)
     logits = folder.names["logits"]
-    shape = (None, folder.vocab_size)
-    _check_port(folder, f"output '{logits}'", outputs.get(logits), _FLOATS[folder.kind], shape)
-    for word, dtype in _STEP_DTYPES[folder.kind].items():
+    rows: tuple[int | None, ...] = (None, folder.vocab_size)
+    _check_port(folder, f"output '{logits}'", outputs.get(logits), _LOGITS_DTYPES[folder.kind], rows)
+    for word, dtypes in _STEP_DTYPES[folder.kind].items():
         name = folder.names[word]
         if name in inputs:
-            _check_port(folder, f"input '{name}'", inputs[name], {dtype}, inputs[name].shape)
+            port = inputs[name]
+            shape = (_NUM_BOUNDS,) if word == "attention_metadata" else port.shape
+            _check_port(folder, f"input '{name}'", port, dtypes, shape)
 
 
 def _check_port(
@@ -208,4 +265,5 @@ def _check_port(
     if not matches:
         raise UsageError(f"{path}: {what} has shape {port.shape} where {CONFIG_FILE} says {shape}. {REBUILD}")
     if port.dtype not in dtypes:
-        raise UsageError(f"{path}: {what} is {port.dtype}; a {folder.kind} graph has {' or '.join(dtypes)}.")
+        wanted = " or ".join(sorted(dtypes))
+        raise UsageError(f"{path}: {what} is {port.dtype}; a {folder.kind} graph has {wanted}.")

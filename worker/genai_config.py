@@ -74,6 +74,14 @@ class GenaiConfig:
             raise self.wrong(key, "an object")
         return value or {}
 
+    def items(self, key: str) -> list[Mapping[str, Any]]:
+        """A list of objects, or an object of named ones; empty where the config does not have it."""
+        value = self.get(key)
+        items = list(value.values()) if isinstance(value, dict) else value or []
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise self.wrong(key, "a list of objects")
+        return items
+
     def search(self) -> Mapping[str, Any]:
         """The ``search`` section, numbers and flags only."""
         section = self.section("search")

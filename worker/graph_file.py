@@ -32,6 +32,7 @@ class GraphFile:
     inputs: dict[str, Port]
     outputs: dict[str, Port]
     data_bytes: int  # weights kept outside the graph
+    operators: frozenset[str]  # kinds of node, without those in branches and loops
 
     @classmethod
     def read(cls, path: Path, folder: Path) -> GraphFile:
@@ -45,7 +46,8 @@ class GraphFile:
             raise UsageError(f"{path} holds no ONNX graph. {REBUILD}")
         for name, end in ends.items():
             _check_data(file_within(folder, name, f"{path.name}'s data file"), end)
-        return cls(path, _ports(graph.input), _ports(graph.output), sum(ends.values()))
+        operators = frozenset(node.op_type for node in graph.node)
+        return cls(path, _ports(graph.input), _ports(graph.output), sum(ends.values()), operators)
 
 
 def file_within(folder: Path, name: str, what: str) -> Path:

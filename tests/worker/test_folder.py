@@ -70,19 +70,6 @@ def test_takes_the_graphs_own_names_from_the_config(folder: Path) -> None:
     assert ModelFolder.load(folder).names["position_ids"] == "places"
 
 
-def test_knows_a_cuda_graph_by_its_inputs(folder: Path) -> None:
-    def to_cuda(graph: onnx.GraphProto) -> None:
-        kept = [info for info in graph.input if info.name not in ("position_ids", "slot_mapping")]
-        del graph.input[:]
-        graph.input.extend(kept)
-        for name in ("cumulative_sequence_lengths", "past_sequence_lengths", "attention_metadata"):
-            add_input(graph, name, TensorProto.INT32)
-        next(info for info in graph.input if info.name == "logits_indices").type.tensor_type.elem_type = 6
-
-    edit_graph(folder, to_cuda)
-    assert ModelFolder.load(folder).kind == "cuda-paged"
-
-
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
@@ -103,11 +90,12 @@ def test_knows_a_cuda_graph_by_its_inputs(folder: Path) -> None:
         ("model.decoder.inputs", "input_ids", r"model\.decoder\.inputs is 'input_ids'"),
         ("model.decoder.filename", "x\0", r"is no file name"),
         ("model.decoder.filename", "x" * 5000, r"is no file name"),
-        ("model.decoder.state_groups", {"kv": 1}, r"state_groups\.kv\.kind is missing"),
+        ("model.decoder.state_groups", {"kv": 1}, r"state_groups is .* a list of objects"),
         ("model.vision", {"filename": "vision.onnx"}, r"model\.vision"),
         ("model.decoder.sliding_window", {"window_size": 512}, r"model\.decoder\.sliding_window"),
         ("model.decoder.layer_types", ["full_attention", "linear_attention"], r"layer_types"),
-        ("model.decoder.state_groups", {"ssm": {"kind": "fixed_recurrent"}}, r"state_groups\.ssm\.kind"),
+        ("model.decoder.state_groups", {"ssm": {"kind": "fixed_recurrent"}}, r"state_groups is .*paged_kv"),
+        ("model.decoder.state_groups", [{"kind": "fixed_conv"}], r"state_groups is .*paged_kv"),
     ],
 )
 def test_names_the_key_that_is_wrong(key: str, value: Any, said: str, folder: Path) -> None:
