@@ -61,6 +61,7 @@ def bare_step(model: OrtModel, rows: int) -> float:
             past=np.full(rows, past, np.int32),
             block_table=np.ascontiguousarray(table[:, : past // model.block_size + 1]),
             logits_rows=np.arange(rows, dtype=np.int64),
+            slots=np.arange(rows, dtype=np.int32),
         )
         for past in range(PROMPT + OUTPUT)
     ]

@@ -85,6 +85,7 @@ class Subject:
             past=np.zeros(1, np.int32),
             block_table=np.arange(1, 1 + width, dtype=np.int32)[None],
             logits_rows=np.arange(len(prompt) - 1, len(ids), dtype=np.int64),
+            slots=np.zeros(1, np.int32),
         )
         return self.model.run(batch)
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from kernels import cpu_rows
 from kernels.cpu_rows import BINS, CHUNK, SPAN, State, Step, Work
 from kernels.packed import MAX_BIASES, MAX_ENDERS, ROW, allowed_bits, mask_words, pack
+from kernels.pending import Done
 from kernels.reference import Floats, Logprobs, canonical
 from kernels.rows import RowParams, Status
 
@@ -107,6 +108,10 @@ class BatchedSampler:
         self._state.rows[slot]["masked"] = bool(parts)
         if parts:
             self._state.masks[slot] = np.bitwise_and.reduce(parts)
+
+    def enqueue(self, logits: Floats, slots: ArrayLike) -> Done:
+        """``step``, as a device would be asked for it."""
+        return Done(*self.step(logits, slots))
 
     def step(self, logits: Floats, slots: ArrayLike) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """logits f32[n, >= V], slots i32[n] -> tokens i32[n] (-1: none), status u8[n]. The logits stay."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kernels.pending import Done
 from kernels.rows import ONE, RowParams, Status
 
 Floats = NDArray[np.float32]
@@ -312,6 +313,10 @@ class BatchedSampler:
     def set_mask(self, slot: int, bits: Bits | None) -> None:
         """The grammar mask u32[ceil(V / 32)] of the row's next steps; None: no grammar."""
         self.slots[slot].grammar = None if bits is None else bits.copy()
+
+    def enqueue(self, logits: Floats, slots: ArrayLike) -> Done:
+        """``step``, as a device would be asked for it."""
+        return Done(*self.step(logits, slots))
 
     def step(self, logits: Floats, slots: ArrayLike) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """logits f32[n, >= V], slots i32[n] -> tokens i32[n] (-1: none), status u8[n]. The logits stay."""

@@ -16,6 +16,8 @@ from worker.sequence import Ints, Step
 class Batch:
     """One run of the model: T tokens of B rows, n of which want logits.
 
+    A token below 0 (live.PROMISED) is the one drawn last for its slot, which only the device knows yet.
+
     Row b owns tokens ``cumulative[b]:cumulative[b + 1]``, at positions ``past[b]`` and on. Position p lives
     in block ``block_table[b, p // block_size]`` at offset ``p % block_size``.
     """
@@ -25,6 +27,7 @@ class Batch:
     past: Ints  # [B] tokens already in the cache
     block_table: Ints  # [B, W], padded with 0, the bin; W is what the longest row of the step needs
     logits_rows: NDArray[np.int64]  # [n] indices into the tokens, ascending; n may be 0
+    slots: Ints  # [B] the rows' lines in the live batch
 
 
 def pack(step: Step, live: LiveBatch) -> Batch:
@@ -42,4 +45,5 @@ def pack(step: Step, live: LiveBatch) -> Batch:
         past=step.starts.astype(np.int32),
         block_table=live.table[step.slots, :width],
         logits_rows=ends[step.samples] - 1,
+        slots=step.slots.astype(np.int32),
     )

@@ -1,4 +1,4 @@
-"""Engine: THE LOOP. Admit, plan, run, sample, commit.
+"""Engine: THE LOOP. Admit, plan, launch, land.
 
 Takes rows of token ids, gives Outputs. Knows no text, no Redis and no clock; model and sampler are duck-typed
 (worker/protocols.py), so CPU, CUDA and fakes look alike from here.
@@ -7,21 +7,21 @@ Takes rows of token ids, gives Outputs. Knows no text, no Redis and no clock; mo
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from producer.errors import UsageError
 from worker.batch import pack
 from worker.bisection import Bisection
 from worker.blocks import BlockPool
 from worker.live import LiveBatch
-from worker.protocols import Model, Sampler
+from worker.protocols import Model, Pending, Sampler
 from worker.scheduler import Policy, Scheduler
-from worker.sequence import Ints, Output, Row, Step
+from worker.sequence import Output, Row, Step
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +41,28 @@ class Load:
     preemptions: int
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step and what its rows will draw."""
+
+    step: Step
+    pending: Pending
+
+
 class Engine:
     """Runs rows in one live batch: they join and leave at any step, and none changes another's output.
 
-    A plan needs lengths and no tokens (a Step holds none), and only ``commit`` reads what was drawn. A loop
-    that launches step t + 1 before it has step t's tokens would split ``commit`` in two: lengths move on at
-    the launch of a step, tokens and endings are booked when they arrive.
+    A plan needs lengths and no tokens (a Step holds none). So step t + 1 can be launched before step t's
+    tokens are here: lengths move on at the launch of a step, tokens and endings are booked when it lands.
     """
 
-    def __init__(self, model: Model, sampler: Sampler, policy: Policy | None = None) -> None:
-        """``sampler`` has ``policy.max_batch`` slots at least. UsageError if the policy asks too much."""
+    def __init__(
+        self, model: Model, sampler: Sampler, policy: Policy | None = None, *, overlap: bool = False
+    ) -> None:
+        """``sampler`` has ``policy.max_batch`` slots at least. UsageError if the policy asks too much.
+
+        ``overlap``: a step lands while the next one runs. The model then finds PROMISED tokens by itself.
+        """
         policy = fit(policy or Policy(), model)
         self._model = model
         self._sampler = sampler
@@ -58,6 +70,8 @@ class Engine:
         self._live = LiveBatch(policy.max_batch, model.context_length, model.block_size)
         self._scheduler = Scheduler(policy, self._pool, self._live, model.context_length)
         self._bisection = Bisection()
+        self._flights: deque[Flight] = deque()
+        self._overlap = int(overlap)
         self._verdicts = 0
         self._steps = self._computed = self._sampled = 0
 
@@ -77,16 +91,14 @@ class Engine:
     def step(self) -> list[Output]:
         """Runs the model once. Every added row gets exactly one Output whose status is not RUNNING."""
         self._conclude_trial()
+        if self._scheduler.must_preempt:
+            self._land(0)
         step = self._scheduler.plan(self._bisection.on_trial)
         self._seat(step)
         if len(step):
-            try:
-                tokens, status = self._run(step)
-            except Exception as error:
-                self._recover(step, error)
-            else:
-                self._scheduler.commit(step, tokens, status)
-                self._count(step)
+            self._launch(step)
+        on_their_way = self._overlap if len(step) and self._bisection.on_trial is None else 0
+        self._land(on_their_way)
         return self._scheduler.take_outputs()
 
     def generate(self, rows: Iterable[Row]) -> Iterator[Output]:
@@ -122,12 +134,22 @@ class Engine:
             row = sequence.row
             self._sampler.admit(sequence.slot, row.params, row.prompt, sequence.output)
 
-    def _run(self, step: Step) -> tuple[Ints, NDArray[np.uint8]]:
-        slots = step.slots[step.samples].astype(np.int32)
-        logits = self._model.run(pack(step, self._live))
-        if not len(slots):  # chunks of prompts only
-            return np.empty(0, np.int32), np.empty(0, np.uint8)
-        return self._sampler.step(logits, slots)
+    def _launch(self, step: Step) -> None:
+        try:
+            logits = self._model.run(pack(step, self._live))
+            pending = self._sampler.enqueue(logits, step.slots[step.samples].astype(np.int32))
+        except Exception as error:
+            self._recover(step, error)
+        else:
+            self._scheduler.launch(step)
+            self._flights.append(Flight(step, pending))
+
+    def _land(self, remaining: int) -> None:
+        """Waits for steps under way, the first launched first, until ``remaining`` are left."""
+        while len(self._flights) > remaining:
+            flight = self._flights.popleft()
+            self._scheduler.land(flight.step, *flight.pending.wait())
+            self._count(flight.step)
 
     def _count(self, step: Step) -> None:
         self._steps += 1
@@ -145,8 +167,10 @@ class Engine:
     def _recover(self, step: Step, error: Exception) -> None:
         """Forgets the cache, keeps the tokens, and narrows down who made ``step`` fail."""
         log.warning("a step of %d rows failed: %s: %s", len(step), type(error).__name__, error)
-        ends = (step.starts + step.counts).tolist()
-        ids = [self._live.at(slot).row.id for slot in step.slots.tolist()]
+        self._land(0)
+        here = np.flatnonzero(self._live.arrival[step.slots] == step.arrivals)
+        ends = (step.starts + step.counts)[here].tolist()
+        ids = [self._live.at(slot).row.id for slot in step.slots[here].tolist()]
         self._scheduler.evict()
         guilty = self._bisection.failed(dict(zip(ids, ends, strict=True)))
         if guilty is not None:

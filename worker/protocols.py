@@ -1,12 +1,15 @@
 """The engine's two seams, by duck type: the model (CPU, CUDA, fake) and the sampler (NumPy, CPU, CUDA twins).
 
+What passes between them, ``Logits``, is theirs alone: an array f32[n, vocab_size] on the host, addresses on
+a device, which only takes orders in ``run`` and ``enqueue``: ``Pending.wait`` is where its answer is awaited.
+
 Knows shapes and promises only, no implementation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +17,8 @@ from numpy.typing import NDArray
 from kernels.rows import RowParams
 from worker.batch import Batch
 from worker.sequence import Ints
+
+Logits = NDArray[Any]
 
 
 class Model(Protocol):
@@ -38,10 +43,10 @@ class Model(Protocol):
     def max_step_tokens(self) -> int:
         """Most tokens one run may carry."""
 
-    def run(self, batch: Batch) -> NDArray[np.float32]:
+    def run(self, batch: Batch) -> Logits:
         """Writes the batch's keys and values to its blocks; logits [n, vocab_size] of ``logits_rows``.
 
-        The array is valid until the next run and may be edited. An exception means that this run gave
+        They are valid until the next run and may be edited. An exception means that this run gave
         nothing and the cache's contents are lost, but the next run may succeed; what is worse must end the
         process.
         """
@@ -56,9 +61,15 @@ class Sampler(Protocol):
     def release(self, slot: int) -> None:
         """Frees a slot; nothing of its row may reach the next."""
 
-    def step(self, logits: NDArray[np.float32], slots: Ints) -> tuple[Ints, NDArray[np.uint8]]:
-        """One token for each of logits' n >= 1 rows, which belong to ``slots`` [n]: (tokens [n], Status [n]).
+    def enqueue(self, logits: Logits, slots: Ints) -> Pending:
+        """Draws a token for each of logits' n >= 0 rows, which belong to ``slots`` [n].
 
-        The token joins the row's own state at once. No token is meant where the status is INVALID_LOGITS or
-        NO_ALLOWED_TOKEN.
+        The token joins the row's own state at once. A row that has ended stays as it is.
         """
+
+
+class Pending(Protocol):
+    """A step's draw, maybe still under way."""
+
+    def wait(self) -> tuple[Ints, NDArray[np.uint8]]:
+        """(tokens [n], Status [n]). No token is meant where the status is beyond LENGTH."""

@@ -1,7 +1,8 @@
 """Scheduler: who runs, how many tokens each, who waits, who is preempted, who leaves.
 
 Policy is arithmetic on integers; knows block counts and lengths, no model, no text and no token's meaning.
-Who runs changes in ``plan`` and ``commit`` only; ``add`` and ``cancel`` leave a note for the next plan.
+Who runs changes in ``plan`` and ``land`` only; ``add`` and ``cancel`` leave a note for the next plan. Between
+``launch`` and ``land`` a step's tokens are promised: the next step can be planned on their number alone.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Policy:
     reserve_tokens: int = (
         16  # growth a live row is left room for when another joins, so that it rarely preempts
     )
+    prefill_launch: float = 0.0  # what a run of prefills costs beside its tokens, in steps of the live batch
 
 
 def deal(pending: Indices, prefill_tokens: int) -> Indices:
@@ -67,6 +69,7 @@ class Scheduler:
         self._rows: dict[int, Sequence] = {}  # every row that has not ended, by id
         self._waiting: deque[Sequence] = deque()  # by arrival, preempted rows in their old place
         self._cancelled: set[int] = set()
+        self._idle = 0  # slots left empty though a row waited, summed over the steps since rows were seated
         self._left: list[int] = []
         self._joined: list[Sequence] = []
         self._outputs: list[Output] = []
@@ -121,7 +124,7 @@ class Scheduler:
         self._make_room()
         self._admit(only)
         step = self._slices()
-        if not len(step) and (self._rows if only is None else only & self._rows.keys()):
+        if not len(self._live) and (self._rows if only is None else only & self._rows.keys()):
             raise RuntimeError(
                 f"{len(self._rows)} rows wait and none can run: {self._pool.num_free} blocks free"
             )
@@ -134,6 +137,11 @@ class Scheduler:
         self._unseat(np.array([one.slot for one in gone if one.slot >= 0], np.int64))
         self._waiting = deque(one for one in self._waiting if one.row.id not in self._cancelled)
         self._cancelled.clear()
+
+    @property
+    def must_preempt(self) -> bool:
+        """Whether the next plan may send a row back, for which every token must have landed."""
+        return len(self._live.cramped) > self._pool.num_free
 
     def _make_room(self) -> None:
         """A block for each row whose tokens outgrew its own; where none is left, the newest rows make way."""
@@ -152,6 +160,8 @@ class Scheduler:
         if not self._waiting or self._is_full:
             return
         pending = self._live.pending
+        if only is None and self._shall_wait(pending):
+            return
         share = self.policy.prefill_tokens - int(pending[pending > 1].sum())
         passed: list[Sequence] = []
         while self._waiting and share > 0 and not self._is_full:
@@ -166,6 +176,21 @@ class Scheduler:
             if passed and only is None and self._must_wait(passed):
                 break
         self._waiting.extendleft(reversed(passed))
+
+    def _shall_wait(self, pending: Indices) -> bool:
+        """Whether seating rows now would start a run of prefills before it pays.
+
+        The run holds up every live row for ``prefill_launch`` steps, an empty slot loses one step a step. The
+        sum of both is least when the slots' loss has come up to the run's cost: the economic order quantity
+        (Harris 1913).
+        """
+        if (pending > 1).any():  # there is such a run in this step anyway
+            return False
+        self._idle += min(self.policy.max_batch - len(self._live), len(self._waiting))
+        if self._idle < self.policy.prefill_launch * len(self._live):
+            return True
+        self._idle = 0
+        return False
 
     @property
     def _is_full(self) -> bool:
@@ -196,6 +221,7 @@ class Scheduler:
             starts=self._live.computed[slots],
             counts=counts[runs],
             samples=(counts == pending)[runs],
+            arrivals=self._live.arrival[slots],
             left=tuple(self._left),
             joined=tuple(self._joined),
         )
@@ -203,15 +229,23 @@ class Scheduler:
         self._joined.clear()
         return step
 
-    # -- commit
+    # -- launch and land
 
-    def commit(self, step: Step, tokens: Ints, status: NDArray[np.uint8]) -> None:
-        """Books what ``step`` computed and what its n sampling rows drew [n]. Ended rows leave at once."""
-        live = self._live
-        live.computed[step.slots] += step.counts
-        slots = step.slots[step.samples]
+    def launch(self, step: Step) -> None:
+        """Books what ``step`` computes, and a promised token for each of its n sampling rows."""
+        self._live.computed[step.slots] += step.counts
+        self._live.promise(step.slots[step.samples])
+
+    def land(self, step: Step, tokens: Ints, status: NDArray[np.uint8]) -> None:
+        """Books what the n sampling rows of a launched step drew [n]. Ended rows leave at once.
+
+        A row that left while the step was under way is passed over.
+        """
+        live, slots = self._live, step.slots[step.samples]
+        here = live.arrival[slots] == step.arrivals[step.samples]
+        slots, tokens, status = slots[here], tokens[here], status[here]
         drawn = status <= Status.LENGTH  # beyond, the row ended without a token
-        live.append(slots[drawn], tokens[drawn])
+        live.keep(slots[drawn], tokens[drawn])
         ended = status != Status.RUNNING
         for index in np.flatnonzero(ended | live.streamed[slots]).tolist():
             self._tell(live.at(slots[index]), Status(status[index]))
@@ -241,6 +275,7 @@ class Scheduler:
         """The rows in ``slots`` wait again, each before those that came after it."""
         for slot in slots.tolist():
             sequence = self._live.at(slot)
+            assert self._live.known[slot] == self._live.length[slot], "preempted with a token under way"
             sequence.output = self._live.output(slot)
             newer = (place for place, one in enumerate(self._waiting) if one.arrival > sequence.arrival)
             self._waiting.insert(next(newer, len(self._waiting)), sequence)

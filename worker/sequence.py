@@ -71,11 +71,12 @@ class Step:
     starts: Indices  # [B]
     counts: Indices  # [B], each at least 1
     samples: Flags  # [B]: the slice ends at the row's last known token, so its logits give the next one
+    arrivals: Indices  # [B] whose slices they are: by the time the step lands, the slot may be another's
     left: tuple[int, ...]  # slots given up since the last step ...
     joined: tuple[Sequence, ...]  # ... and the rows seated in this one, maybe in the same slots
 
     def __post_init__(self) -> None:
-        for column in (self.slots, self.starts, self.counts, self.samples):
+        for column in (self.slots, self.starts, self.counts, self.samples, self.arrivals):
             column.flags.writeable = False
 
     def __len__(self) -> int:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.pending import Done
 from kernels.rows import RowParams, Status
+from worker.batch import Batch
 from worker.dummy import HashModel
 from worker.engine import Engine
+from worker.live import PROMISED
 from worker.scheduler import Policy
 from worker.sequence import Output, Row
 
@@ -36,14 +41,12 @@ class WatchfulSampler:
         assert self.rows[slot] is not None, f"slot {slot} holds no row"
         self.rows[slot] = None
 
-    def step(
-        self, logits: NDArray[np.float32], slots: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def enqueue(self, logits: NDArray[np.float32], slots: NDArray[np.int32]) -> Done:
         assert logits.shape == (len(slots), self.vocab_size)
-        assert len(set(slots.tolist())) == len(slots) > 0
-        self.calls += 1
+        assert len(set(slots.tolist())) == len(slots)
+        self.calls += bool(len(slots))
         drawn = [self.draw(logits[i], slot) for i, slot in enumerate(slots.tolist())]
-        return np.array([t for t, _ in drawn], np.int32), np.array([s for _, s in drawn], np.uint8)
+        return Done(np.array([t for t, _ in drawn], np.int32), np.array([s for _, s in drawn], np.uint8))
 
     def draw(self, logits: NDArray[np.float32], slot: int) -> tuple[int, Status]:
         row = self.rows[slot]
@@ -54,6 +57,59 @@ class WatchfulSampler:
         token = (int(logits.argmax()) + params.seed + sum(history) + len(history)) % self.vocab_size
         history.append(token)
         return token, ending(params, token, len(history) - num_prompt)
+
+
+class DeviceModel(HashModel):
+    """Knows by itself what was drawn last for a slot, like a device."""
+
+    def __init__(self, max_batch: int, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.drawn = np.zeros(max_batch, np.int64)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        slots = np.repeat(batch.slots, np.diff(batch.cumulative))
+        fed = np.where(batch.input_ids == PROMISED, self.drawn[slots], batch.input_ids)
+        return super().run(replace(batch, input_ids=fed))
+
+
+class DeviceSampler(WatchfulSampler):
+    """Draws at once into the model's memory; says what only when it is waited for. Ended rows stay ended."""
+
+    def __init__(self, model: DeviceModel) -> None:
+        super().__init__(len(model.drawn), model.vocab_size)
+        self.model = model
+        self.ended: dict[int, Status] = {}
+        self.most_on_their_way = self.on_their_way = 0
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self.ended.pop(slot, None)
+
+    def draw(self, logits: NDArray[np.float32], slot: int) -> tuple[int, Status]:
+        if slot in self.ended:
+            return -1, self.ended[slot]
+        token, status = super().draw(logits, slot)
+        if status != Status.RUNNING:
+            self.ended[slot] = status
+        return token, status
+
+    def enqueue(self, logits: NDArray[np.float32], slots: NDArray[np.int32]) -> Awaited:  # type: ignore[override]
+        done = super().enqueue(logits, slots)
+        self.model.drawn[slots] = done.tokens
+        self.on_their_way += 1
+        self.most_on_their_way = max(self.most_on_their_way, self.on_their_way)
+        return Awaited(done, self)
+
+
+class Awaited(NamedTuple):
+    """A draw that counts how many others were under way when it was waited for."""
+
+    done: Done
+    sampler: DeviceSampler
+
+    def wait(self) -> Done:
+        self.sampler.on_their_way -= 1
+        return self.done
 
 
 def ending(params: RowParams, token: int, num_output: int) -> Status:

@@ -35,4 +35,5 @@ def make_batch(parts: Sequence[Part], block_size: int, spare_width: int = 0) -> 
         past=np.array([part.past for part in parts], np.int32),
         block_table=table,
         logits_rows=(cumulative[1:][wanting] - 1).astype(np.int64),
+        slots=np.arange(len(parts), dtype=np.int32),
     )

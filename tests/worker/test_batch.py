@@ -16,7 +16,8 @@ from worker.sequence import Row, Sequence, Step
 def step_of(slices: list[tuple[int, int, int, bool]]) -> Step:
     slots, starts, counts, samples = zip(*slices, strict=True)
     columns = (np.array(column, np.int64) for column in (slots, starts, counts))
-    return Step(*columns, samples=np.array(samples), left=(), joined=())
+    arrivals = np.array(slots, np.int64)
+    return Step(*columns, samples=np.array(samples), arrivals=arrivals, left=(), joined=())
 
 
 def seated(prompts: list[list[int]], block_size: int = 4) -> LiveBatch:
@@ -48,7 +49,7 @@ def test_the_table_is_as_wide_as_the_step_needs() -> None:
 def test_types_and_layout_are_what_a_model_binds() -> None:
     batch = pack(step_of([(0, 0, 2, False)]), seated([[1, 2, 3], [4]]))
     types = {name: getattr(batch, name).dtype.str for name in Batch.__slots__}
-    columns = dict.fromkeys(("cumulative", "past", "block_table"), "<i4")
+    columns = dict.fromkeys(("cumulative", "past", "block_table", "slots"), "<i4")
     assert types == {"input_ids": "<i8", "logits_rows": "<i8", **columns}
     assert all(getattr(batch, name).flags.c_contiguous for name in Batch.__slots__)
     assert batch.logits_rows.shape == (0,)

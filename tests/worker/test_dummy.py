@@ -28,6 +28,7 @@ def batch(tokens: list[int], past: int, blocks: list[int]) -> Batch:
         past=np.array([past], np.int32),
         block_table=np.array([blocks], np.int32),
         logits_rows=np.array([len(tokens) - 1], np.int64),
+        slots=np.zeros(1, np.int32),
     )
 
 

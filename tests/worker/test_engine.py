@@ -7,7 +7,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from engine_fakes import Ledger, WatchfulSampler, by_hand, drain, engine_over, row, run_all, solo
+from engine_fakes import (
+    DeviceModel,
+    DeviceSampler,
+    Ledger,
+    WatchfulSampler,
+    by_hand,
+    drain,
+    engine_over,
+    row,
+    run_all,
+    solo,
+)
 from numpy.typing import NDArray
 
 from kernels.rows import Status
@@ -61,6 +72,31 @@ def test_a_small_pool_preempts_and_changes_nothing(num_blocks: int) -> None:
     ledger = run_all(engine, rows)
     assert engine.load.preemptions > 20
     assert_each_equals_solo(ledger, rows)
+
+
+@pytest.mark.parametrize("num_blocks", [19, 24, 257])
+def test_overlapped_equals_alone(num_blocks: int) -> None:
+    rows = mixed_rows(64)
+    model = DeviceModel(16, num_blocks=num_blocks)
+    sampler = DeviceSampler(model)
+    policy = Policy(max_batch=16, prefill_tokens=16, reserve_tokens=0, prefill_launch=0.5)
+    engine = Engine(model, sampler, policy, overlap=True)
+    ledger = run_all(engine, rows)
+    assert sampler.most_on_their_way == 2
+    assert (engine.load.preemptions > 20) == (num_blocks < 257)
+    assert_each_equals_solo(ledger, rows)
+
+
+def test_rows_wait_until_a_run_of_prefills_pays() -> None:
+    policy = Policy(max_batch=8, prefill_tokens=16, prefill_launch=3.0)
+    engine = Engine(HashModel(), WatchfulSampler(8, 64), policy)
+    for one in [row(i, [i], max_tokens=30) for i in range(6)]:
+        engine.add(one)
+    engine.step()
+    engine.add(row(8, [1], max_tokens=2))
+    engine.add(row(9, [2], max_tokens=2))
+    seated = [(engine.step(), engine.load.live)[1] for _ in range(10)]
+    assert seated == [6] * 8 + [8, 6]  # two empty slots a step, until six rows times three steps are lost
 
 
 @pytest.mark.parametrize("prefill_tokens", [1, 3, 7, 48])

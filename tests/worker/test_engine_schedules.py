@@ -1,5 +1,7 @@
 """Random schedules over HashModel: joins, preemptions, cancels, failures; every row equals its solo run.
 
+Half of them overlap their steps.
+
 500 by default; ``LIVEBATCH_SCHEDULES=10000`` runs as many. Each is a function of its number alone.
 """
 
@@ -12,13 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from engine_fakes import Ledger, WatchfulSampler, by_hand, row
+from engine_fakes import DeviceModel, DeviceSampler, Ledger, by_hand, row
 from numpy.typing import NDArray
 
 from kernels.rows import Status
 from worker.batch import Batch
 from worker.blocks import blocks_for
-from worker.dummy import HashModel
 from worker.engine import Engine
 from worker.scheduler import Policy
 from worker.sequence import Row
@@ -28,8 +29,8 @@ PARTS = 20
 POISON = 999  # makes a run fail; no row draws it
 
 
-class TrickyModel(HashModel):
-    """HashModel that fails on POISON."""
+class TrickyModel(DeviceModel):
+    """DeviceModel that fails on POISON."""
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         if POISON in batch.input_ids:
@@ -49,6 +50,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         self.dice = dice = random.Random(f"schedule {self.number}")
+        self.overlap = dice.random() < 0.5
         self.block_size = dice.choice([1, 2, 3, 4])
         self.context = dice.choice([20, 40, 48])
         self.policy = Policy(
@@ -57,6 +59,7 @@ class Schedule:
             max_overtakes=dice.randint(0, 3),
             lookahead=dice.randint(1, 4),
             reserve_tokens=dice.choice([0, 0, 0, 0, 16]),
+            prefill_launch=dice.choice([0.0, 0.0, 0.5, 3.0]),
         )
         for row_id in range(dice.randint(2, 9)):
             self.rows[row_id] = one = self.draw_row(row_id)
@@ -86,8 +89,9 @@ class Schedule:
     def run(self) -> tuple[Ledger, Engine]:
         sizes = {"block_size": self.block_size, "context_length": self.context, "num_blocks": self.num_blocks}
         limit = self.policy.max_batch + self.policy.prefill_tokens
-        model = TrickyModel(**sizes, max_step_tokens=limit)
-        engine = Engine(model, sampler := WatchfulSampler(self.policy.max_batch, 64), self.policy)
+        model = TrickyModel(self.policy.max_batch, **sizes, max_step_tokens=limit)
+        sampler = DeviceSampler(model)
+        engine = Engine(model, sampler, self.policy, overlap=self.overlap)
         ledger, step = Ledger(), 0
         while engine.has_work or step <= max([*self.adds, *self.cancels], default=0):
             for one in self.adds.get(step, ()):
@@ -100,6 +104,8 @@ class Schedule:
             step += 1
             assert step < 2000, "no end"
         engine.step()
+        assert sampler.most_on_their_way <= 1 + self.overlap
+        self.has_overlapped = sampler.most_on_their_way == 2
         assert sampler.rows == [None] * self.policy.max_batch, "a slot leaked"
         assert engine.load.free_blocks == self.num_blocks - 1
         return ledger, engine
@@ -147,6 +153,8 @@ def test_random_schedules(part: int) -> None:
             raise
         seen.update(output.status.name for output in ledger.endings.values())
         seen["preempted"] += engine.load.preemptions
+        seen["overlapped"] += schedule.has_overlapped
     if SCHEDULES >= 500:  # the schedules do meet what they are here for
         assert min(seen[what] for what in ("LENGTH", "EOS", "CANCELLED", "TOO_LARGE")) > 0
         assert seen["preempted"] > 3
+        assert seen["overlapped"] > 3

@@ -38,7 +38,8 @@ class Bench:
         outputs = [len(self.live.output(slot)) + 1 for slot in slots]
         limits = [self.live.at(slot).row.params.max_tokens for slot in slots]
         status = [Status.LENGTH if n == most else 0 for n, most in zip(outputs, limits, strict=True)]
-        self.scheduler.commit(step, np.full(len(slots), 7, np.int32), np.array(status, np.uint8))
+        self.scheduler.launch(step)
+        self.scheduler.land(step, np.full(len(slots), 7, np.int32), np.array(status, np.uint8))
         self.scheduler.check()
         return self.scheduler.take_outputs()
 
@@ -287,7 +288,9 @@ def test_an_ending_without_a_token_adds_none(status: Status) -> None:
     bench = Bench()
     bench.add(row(0, [1], max_tokens=3))
     bench.step()
-    bench.scheduler.commit(bench.plan(), np.array([-1], np.int32), np.array([status], np.uint8))
+    step = bench.plan()
+    bench.scheduler.launch(step)
+    bench.scheduler.land(step, np.array([-1], np.int32), np.array([status], np.uint8))
     (output,) = bench.scheduler.take_outputs()
     assert (output.tokens, output.status) == ([7], status)
 
