@@ -85,6 +85,18 @@ MaxTokensOption = Annotated[
         help="Most output of a row that names no max_tokens. Default: what its context leaves.",
     ),
 ]
+MetricsPortOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PORT", envvar="LIVEBATCH_METRICS_PORT", help="Answer Prometheus there. Default: no metrics."
+    ),
+]
+MetricsHostOption = Annotated[
+    str, typer.Option(metavar="ADDRESS", envvar="LIVEBATCH_METRICS_HOST", help="Of --metrics-port.")
+]
+LogFormatOption = Annotated[
+    str, typer.Option(metavar="text|json", envvar="LIVEBATCH_LOG_FORMAT", help="Of the lines on stderr.")
+]
 DEFAULT_URL = "redis://127.0.0.1:6379"
 
 
@@ -128,6 +140,9 @@ def run(  # noqa: PLR0917 - Typer passes by name
     grace: GraceOption = 30.0,
     sampling_defaults: DefaultsOption = "openai",
     max_tokens_default: MaxTokensOption = None,
+    metrics_port: MetricsPortOption = None,
+    metrics_host: MetricsHostOption = "127.0.0.1",
+    log_format: LogFormatOption = "text",
 ) -> None:
     """Work until SIGTERM or Ctrl-C: rows then get their grace, the rest goes back to the front of its queue.
 
@@ -154,6 +169,9 @@ def run(  # noqa: PLR0917 - Typer passes by name
                 grace=grace,
                 sampling_defaults=sampling_defaults,
                 max_tokens_default=max_tokens_default,
+                metrics_port=metrics_port,
+                metrics_host=metrics_host,
+                log_format=log_format,
             )
         )
 
@@ -238,18 +256,20 @@ def bench(
 def start(settings: Settings) -> None:
     """Check Redis and the model folder, then work. Raises LivebatchError."""
     from producer.connection import explained
-    from worker import logs
+    from worker import logs, metrics
     from worker.compose import build_preparer, connector
     from worker.engine_process import EngineProcess
     from worker.service import Service
 
-    logs.set_up()
+    logs.set_up(settings.engine.log_format)
     connect = connector(settings.redis_url)
     with explained(settings.redis_url):
         warn_of(connect(5.0))
     preparer = build_preparer(settings)
-    with explained(settings.redis_url):
-        service = Service(settings, preparer, connect, lambda post: EngineProcess(settings.engine, post))
+    with explained(settings.redis_url), metrics.serving(settings) as measured:
+        service = Service(
+            settings, preparer, connect, lambda post: EngineProcess(settings.engine, post), measured
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: service.stop(signal.Signals(number).name))
         service.run()

@@ -39,6 +39,7 @@ class Load:
     tokens_computed: int
     tokens_sampled: int
     preemptions: int
+    blocks: int = 0  # of the KV cache, those that can be lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class Engine:
             tokens_computed=self._computed,
             tokens_sampled=self._sampled,
             preemptions=self._scheduler.num_preemptions,
+            blocks=self._pool.num_usable,
         )
 
     def check(self) -> None:

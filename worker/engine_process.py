@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from producer.errors import LivebatchError
+from worker import logs
 from worker.compose import build_engine
 from worker.events import Died, Outputs, Post, Ready
 from worker.sequence import Output, Row
@@ -129,6 +130,7 @@ def _describe(exit_code: int | None) -> str:
 def main(settings: EngineSettings, pipe: Connection, parent: int) -> None:
     """The engine's process: build, say ready or why not, then run until the parent hangs up."""
     _die_with(parent)
+    logs.set_up(settings.log_format)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # these reach the whole group; the parent decides
     begun = time.monotonic()
@@ -145,7 +147,7 @@ def main(settings: EngineSettings, pipe: Connection, parent: int) -> None:
 def serve(engine: Engine, pipe: Connection) -> None:
     """Orders in, step, outputs out. Blocks only when there is nothing to do. Raises EOFError at the end."""
     outputs: list[Output] = []
-    sent = 0.0
+    sent = step_seconds = 0.0
     while True:
         while pipe.poll(None if not engine.has_work else 0):
             rows, cancels = pipe.recv()
@@ -153,10 +155,13 @@ def serve(engine: Engine, pipe: Connection) -> None:
                 engine.add(row)
             for row_id in cancels:
                 engine.cancel(row_id)
+        begun = time.monotonic()
         outputs += engine.step()
-        waited = time.monotonic() - sent
+        now = time.monotonic()
+        step_seconds += now - begun
+        waited = now - sent
         if (outputs and (waited >= SEND_SECONDS or not engine.has_work)) or waited >= LOAD_SECONDS:
-            pipe.send(Outputs(outputs, engine.load))
+            pipe.send(Outputs(outputs, engine.load, step_seconds))
             outputs, sent = [], time.monotonic()
 
 

@@ -21,10 +21,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a step gave: rows that ended, and new tokens of streamed rows."""
+    """What steps gave: rows that ended, and new tokens of streamed rows."""
 
     outputs: Sequence[Output]
     load: Load
+    step_seconds: float = 0.0  # spent in all steps so far
 
 
 @dataclass(frozen=True, slots=True)

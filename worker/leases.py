@@ -61,6 +61,7 @@ class Claim:
     result_ttl: bytes
     failure_ttl: bytes
     deaths: bytes
+    enqueued_at: bytes  # RQ's text
 
 
 class Leases:

@@ -26,6 +26,7 @@ FIELDS = (
     "result_ttl",
     "failure_ttl",
     "livebatch_deaths",  # ours: engine deaths this row was in; RQ leaves fields it does not know alone
+    "enqueued_at",
 )
 
 _LEASE = """

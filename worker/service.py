@@ -18,6 +18,7 @@ from kernels.rows import Status
 from producer.errors import LivebatchError, StoreError, UsageError
 from producer.wire import Failure, Result
 from worker.desk import Connect, Desk
+from worker.diary import Diary
 from worker.events import Cancel, Died, Event, Outputs, Post, Ready, Stop, Wake
 from worker.finish import ending
 from worker.hand import Hand, Held
@@ -25,8 +26,10 @@ from worker.intake import CANCELLED, Intake, failed
 from worker.leases import Claim
 from worker.link import Link
 from worker.listeners import BLOCK_SECONDS, Commands, Listener, Waiter
+from worker.logs import named
 from worker.maintenance import Maintenance
 from worker.meter import Meter
+from worker.metrics import Metrics, Unmeasured
 from worker.rows import RowPreparer
 from worker.settings import Settings
 
@@ -60,6 +63,7 @@ class Service:
         preparer: RowPreparer,
         connect: Connect,
         make_engine: Callable[[Post], Engine],
+        metrics: Metrics | None = None,
     ) -> None:
         queues = [queue.name for queue in settings.queues]
         self._settings = settings
@@ -70,6 +74,12 @@ class Service:
         self._hand = Hand()
         self._intake = Intake(preparer)
         self._meter = Meter(settings)
+        self._diary = Diary()
+        self._metrics = metrics or Unmeasured()
+        self._metrics.watch(
+            rows_held=lambda: len(self._hand) + len(self._intake),
+            results_unwritten=lambda: len(self._desk.endings),
+        )
         patient = 2 * BLOCK_SECONDS + 1
         self._waiters = [Waiter(queue, connect(patient), self._inbox.put) for queue in queues]
         self._threads: list[Listener | Maintenance] = [
@@ -112,7 +122,9 @@ class Service:
         while not self._is_ready:
             match self._inbox.get():
                 case Ready(seconds):
-                    log.info("engine ready after %.1f s", seconds)
+                    log.info(
+                        "engine ready after %.1f s", seconds, extra=named("engine_ready", seconds=seconds)
+                    )
                     self._is_ready = True
                 case Died(how, error):
                     raise UsageError(error) if error else LivebatchError(f"the engine did not start: {how}")
@@ -142,6 +154,7 @@ class Service:
             return
         leases = [held.claim.lease for held in self._hand] + self._intake.leases
         endings = len(self._desk.endings)
+        self._diary.close()
         self._link = Link("worker")
         with self._link:
             returned = self._desk.close(leases)
@@ -229,6 +242,7 @@ class Service:
             self._is_dry = True
             for waiter in self._waiters:
                 waiter.arm()
+        self._metrics.took(claimed)
         self._intake.take(claimed, cancelled)
 
     def _sort(self) -> None:
@@ -236,6 +250,8 @@ class Service:
         for claim, result in found.ended:
             self._end(claim, result)
         self._hand.take(found.rows)
+        if found.rows:
+            self._diary.holds({held.request.batch_id for held in found.rows})
 
     def _feed(self) -> None:
         if self._is_ready:
@@ -247,8 +263,9 @@ class Service:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Outputs(outputs, load):
+            case Outputs(outputs, load) as told:
                 self._meter.see(load)
+                self._metrics.see(told)
                 for output in outputs:
                     self._hear(output)
             case Wake():
@@ -258,7 +275,9 @@ class Service:
             case Stop(why):
                 self._stop(why)
             case Ready(seconds):
-                log.info("engine ready again after %.1f s", seconds)
+                log.info(
+                    "engine ready again after %.1f s", seconds, extra=named("engine_ready", seconds=seconds)
+                )
                 self._is_ready, self._failed_starts = True, 0
             case Died():
                 self._engine_died(event)
@@ -296,6 +315,8 @@ class Service:
 
     def _end(self, claim: Claim, result: Result) -> None:
         self._desk.endings.append(ending(claim, result))
+        self._metrics.ended(result)
+        self._diary.ended(result)
 
     def _cancel(self, batch_id: str, job_id: str | None) -> None:
         if job_id is None:
@@ -308,7 +329,12 @@ class Service:
         for held in doomed:
             self._evict(held, CANCELLED)
         if doomed:
-            log.info("batch %s cancelled: %d rows evicted", batch_id, len(doomed))
+            log.info(
+                "batch %s cancelled: %d rows evicted",
+                batch_id,
+                len(doomed),
+                extra=named("batch_cancelled", batch=batch_id, rows=len(doomed)),
+            )
 
     # -- the passing of time
 
@@ -317,8 +343,14 @@ class Service:
         leases = [held.claim.lease for held in self._hand] + self._intake.leases
         lost = set(self._desk.renew(leases))
         self._beat_at = time.monotonic() + self._settings.beat_seconds
+        self._diary.holds(self._hand.batches)
         if lost:
-            log.warning("%d rows are no longer ours: cancelled, deleted or run elsewhere", len(lost))
+            self._metrics.lost(len(lost))
+            log.warning(
+                "%d rows are no longer ours: cancelled, deleted or run elsewhere",
+                len(lost),
+                extra=named("leases_lost", rows=len(lost)),
+            )
             self._intake.lose(lost)
             for held in self._hand:
                 if held.claim.lease in lost:
@@ -354,8 +386,15 @@ class Service:
         self._is_ready = False
         self._cancels = []
         self._meter.restart()
+        self._metrics.engine_died()
         were_in, guilty = self._hand.engine_died()
-        log.error("the engine died (%s) with %d rows; they run again", died.error or died.how, len(were_in))
+        how = died.error or died.how
+        log.error(
+            "the engine died (%s) with %d rows; they run again",
+            how,
+            len(were_in),
+            extra=named("engine_died", how=how, rows=len(were_in)),
+        )
         for held in were_in:
             self._intake.again(held)
             self._desk.deaths[held.claim.lease] = held.deaths

@@ -16,8 +16,10 @@ from typing import Literal, TypeVar
 from producer.errors import UsageError
 
 SamplingDefaults = Literal["openai", "model"]
+LogFormat = Literal["text", "json"]
 Device = Literal["cpu", "cuda"]
 Choice = TypeVar("Choice", bound=str)
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 SAMPLING_DEFAULTS: tuple[SamplingDefaults, ...] = ("openai", "model")
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 
@@ -49,6 +51,7 @@ class EngineSettings:
     max_batch: int = 32
     threads: int | None = None  # None: what the machine has
     kv_bytes: int | None = None  # None: the model's own choice
+    log_format: LogFormat = "text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +59,14 @@ class Settings:
     """Everything a worker was told. Build it with ``read``, which checks."""
 
     engine: EngineSettings
-    redis_url: str
+    redis_url: str = field(repr=False)  # it may hold a password
     queues: tuple[QueueShare, ...] = (QueueShare(DEFAULT_QUEUE),)
     burst: bool = False
     grace_seconds: float = 30.0
     sampling_defaults: SamplingDefaults = "openai"
     max_tokens_default: int | None = None
+    metrics_port: int | None = None  # None: no metrics; 0: any free port
+    metrics_host: str = "127.0.0.1"
     name: str = field(default_factory=unique_name)
     lease_seconds: float = 10.0  # a row of a dead worker waits this long before it runs elsewhere
     beat_seconds: float = 3.0
@@ -86,6 +91,9 @@ def read(
     grace: float = 30.0,
     sampling_defaults: str = "openai",
     max_tokens_default: int | None = None,
+    metrics_port: int | None = None,
+    metrics_host: str = "127.0.0.1",
+    log_format: str = "text",
 ) -> Settings:
     """Settings from values as a person typed them. Raises UsageError naming the flag and what it wants."""
     engine = EngineSettings(
@@ -94,7 +102,10 @@ def read(
         max_batch=_at_least(1, max_batch, "--max-batch"),
         threads=None if threads is None else _at_least(1, threads, "--threads"),
         kv_bytes=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
+        log_format=_one_of(log_format, LOG_FORMATS, "--log-format"),
     )
+    if metrics_port is not None and not 0 <= metrics_port < 2**16:
+        raise UsageError(f"--metrics-port is a port, 0 (any free one) to 65535, not {metrics_port}")
     if not 0 <= grace < float("inf"):
         raise UsageError(f"--grace wants seconds, 0 or more, not {grace}")
     limit = None if max_tokens_default is None else _at_least(1, max_tokens_default, "--max-tokens-default")
@@ -106,6 +117,8 @@ def read(
         grace_seconds=grace,
         sampling_defaults=_one_of(sampling_defaults, SAMPLING_DEFAULTS, "--sampling-defaults"),
         max_tokens_default=limit,
+        metrics_port=metrics_port,
+        metrics_host=metrics_host,
     )
 
 

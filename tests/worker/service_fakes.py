@@ -15,6 +15,7 @@ from worker import settings
 from worker.compose import build_preparer, connector
 from worker.engine import Load
 from worker.events import Died, Outputs, Post, Ready
+from worker.metrics import Metrics
 from worker.sequence import Output, Row
 from worker.service import Service
 
@@ -77,12 +78,18 @@ class FakeEngine:
 class Worker:
     """A running Service and its engine. ``error``: what ``run`` raised."""
 
-    def __init__(self, url: str, *, echo: bool = False, **overrides: Any) -> None:
+    def __init__(
+        self, url: str, *, echo: bool = False, metrics: Metrics | None = None, **overrides: Any
+    ) -> None:
         flags = {"model": "dummy", "redis_url": url, "queues": ["q"], "max_batch": 4}
         flags |= {key: overrides.pop(key) for key in list(overrides) if key in READ}
         self.settings = replace(settings.read(**flags), **overrides)
         self.service = Service(
-            self.settings, build_preparer(self.settings), connector(url), lambda post: self._make(post, echo)
+            self.settings,
+            build_preparer(self.settings),
+            connector(url),
+            lambda post: self._make(post, echo),
+            metrics,
         )
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)

@@ -46,6 +46,7 @@ def claim(data: bytes = b"", **fields: bytes) -> Claim:
             "result_ttl",
             "failure_ttl",
             "deaths",
+            "enqueued_at",
         ),
         b"",
     )

@@ -66,6 +66,15 @@ def test_rows_go_in_and_answers_come_out(process: Process) -> None:
     assert (len(ended[2].tokens), ended[2].status) == (2, Status.LENGTH)
 
 
+def test_it_tells_of_its_steps_and_its_cache(process: Process) -> None:
+    process.engine.send([row(4, "four")], [])
+    told = process.event()
+    assert isinstance(told, Outputs)
+    assert told.load.steps > 0
+    assert 0 < told.step_seconds < 60
+    assert 0 < told.load.free_blocks <= told.load.blocks
+
+
 def test_a_running_row_is_cancelled(process: Process) -> None:
     process.engine.send([row(3, "x" * 4000, max_tokens=4000)], [])
     process.engine.send([], [3])
