@@ -11,10 +11,11 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from worker.build.gguf_source import Architecture
 from worker.build.onnx_writer import OnnxWriter
+from worker.build.source import Architecture
 
 BLOCK_SIZE = 16  # slots per block; also keeps every table a multiple of the CPU's vector width
+STEP_INPUTS = ("input_ids", "position_ids", "slot_mapping", "block_table", "logits_indices")
 PAST_KEYS, PAST_VALUES = "past_key_values.{}.key", "past_key_values.{}.value"
 PRESENT_KEYS, PRESENT_VALUES = "present.{}.key", "present.{}.value"
 

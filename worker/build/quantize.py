@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from worker.build.gguf_source import StoredMatrix
+from worker.build.source import StoredMatrix
 
 BLOCK = 32  # values that share a scale, in GGUF's Q4_x and Q8_0 as here
 

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from producer.errors import UsageError
-from worker.build.gguf_source import GgufSource
+from worker.build.source import Source
 
 _CONTROL, _USER_DEFINED = 3, 4  # gguf.TokenType
 # Meta's Llama 3 splitting pattern (tokenizer.model's pat_str).
@@ -46,14 +46,14 @@ _PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-def write_tokenizer(source: GgufSource, folder: Path) -> None:
+def write_tokenizer(source: Source, folder: Path) -> None:
     """Writes both files. UsageError for a tokenizer that is no byte-level BPE or splits in an unknown way."""
     build_tokenizer(source).save(str(folder / "tokenizer.json"))
     text = json.dumps(tokenizer_config(source), ensure_ascii=False, indent=2)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def build_tokenizer(source: GgufSource) -> Tokenizer:
+def build_tokenizer(source: Source) -> Tokenizer:
     """The model's tokenizer: vocabulary, merges, splitting, special tokens, BOS when the model wants one."""
     kind, splitting = source.text("tokenizer.ggml.model"), source.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or splitting not in _PRE_TOKENIZERS:
@@ -71,7 +71,7 @@ def build_tokenizer(source: GgufSource) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(source: GgufSource) -> dict[str, Any]:
+def tokenizer_config(source: Source) -> dict[str, Any]:
     """Special tokens as text, whether BOS is added, and the chat template (Jinja) if the model has one."""
     tokens: list[str] = source.get("tokenizer.ggml.tokens")
     config: dict[str, Any] = {
@@ -96,7 +96,7 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> No
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
 
 
-def _add_bos(tokenizer: Tokenizer, source: GgufSource, tokens: list[str]) -> None:
+def _add_bos(tokenizer: Tokenizer, source: Source, tokens: list[str]) -> None:
     bos = source.get("tokenizer.ggml.bos_token_id")
     if bos is not None and source.get("tokenizer.ggml.add_bos_token", False):
         tokenizer.post_processor = processors.TemplateProcessing(

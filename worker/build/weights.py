@@ -1,4 +1,4 @@
-"""How matrices enter the graph: as float32, or as 8-bit blocks. One class each, the same three methods.
+"""How weights enter the graph: as floats, or as 8-bit blocks. One class each, the same methods.
 
 Knows ONNX operators for multiplying and looking up; must not know attention or the order of layers.
 """
@@ -9,50 +9,63 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from producer.errors import UsageError
-from worker.build.gguf_source import GgufSource
 from worker.build.onnx_writer import OnnxWriter
 from worker.build.quantize import BLOCK, Blocks, concatenate, quantize
+from worker.build.source import Source
 
 EMBEDDING = "token_embd.weight"
 HEAD = "output.weight"  # absent when the head is the embedding transposed (tied)
 
 
 class Weights(Protocol):
-    """Shapes: T tokens, D hidden size, V vocabulary."""
+    """Shapes: T tokens, D hidden size, V vocabulary; "..." is 1 where a token is a row of its own."""
 
     def embed(self, ids: str) -> str:
-        """i64[T, 1] -> f32[T, 1, D]."""
+        """i64[T, ...] -> [T, ..., D]."""
+
+    def vector(self, tensor: str) -> str:
+        """The weights of a norm, [D]."""
 
     def project(self, x: str, tensors: Sequence[str], out: str) -> str:
-        """x @ concatenate(tensors).T; f32[T, 1, columns] -> f32[T, 1, rows]."""
+        """x @ concatenate(tensors).T; [T, ..., columns] -> [T, ..., rows]."""
 
     def head(self, x: str, out: str) -> str:
-        """f32[n, D] -> f32[n, V]."""
+        """[n, D] -> [n, V]."""
 
 
 class FloatWeights:
-    """Dequantised exactly to float32."""
+    """Dequantised exactly to float32, or rounded to float16."""
 
-    def __init__(self, writer: OnnxWriter, source: GgufSource) -> None:
-        self._writer, self._source = writer, source
+    def __init__(
+        self, writer: OnnxWriter, source: Source, dtype: type[np.float32 | np.float16] = np.float32
+    ) -> None:
+        self._writer, self._source, self._dtype = writer, source, dtype
 
     def embed(self, ids: str) -> str:
-        table = self._writer.constant(EMBEDDING, self._source.matrix(EMBEDDING).floats())  # [V, D]
+        table = self._writer.constant(EMBEDDING, self._rows([EMBEDDING]))  # [V, D]
         return self._writer.node("Gather", [table, ids], "embedded", axis=0)
 
+    def vector(self, tensor: str) -> str:
+        return self._writer.constant(tensor, self._rows([tensor]))
+
     def project(self, x: str, tensors: Sequence[str], out: str) -> str:
-        rows = np.concatenate([self._source.matrix(tensor).floats() for tensor in tensors])
-        weight = self._writer.constant(f"{out}.weight", rows.T)  # [columns, rows]
+        weight = self._writer.constant(f"{out}.weight", self._rows(tensors).T)  # [columns, rows]
         return self._writer.node("MatMul", [x, weight], out)
 
     def head(self, x: str, out: str) -> str:
         """Gemm takes the matrix as [V, D], so a tied head shares the embedding's bytes on disk."""
         if not self._source.has(HEAD):
             return self._writer.node("Gemm", [x, EMBEDDING], out, transB=1)
-        table = self._writer.constant(HEAD, self._source.matrix(HEAD).floats())
+        table = self._writer.constant(HEAD, self._rows([HEAD]))
         return self._writer.node("Gemm", [x, table], out, transB=1)
+
+    def _rows(self, tensors: Sequence[str]) -> NDArray[np.float32 | np.float16]:
+        """Tensors of the same width, row upon row."""
+        parts = [self._source.matrix(tensor).floats().astype(self._dtype, copy=False) for tensor in tensors]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Q8Weights:
@@ -61,8 +74,11 @@ class Q8Weights:
     _MICROSOFT = "com.microsoft"
     _INT8_ACTIVATIONS = 4  # accuracy_level; level 0 takes 20 times as long on a CPU
 
-    def __init__(self, writer: OnnxWriter, source: GgufSource) -> None:
+    def __init__(self, writer: OnnxWriter, source: Source) -> None:
         self._writer, self._source = writer, source
+
+    def vector(self, tensor: str) -> str:
+        return self._writer.constant(tensor, self._source.matrix(tensor).floats())
 
     def embed(self, ids: str) -> str:
         blocks = self._blocks(EMBEDDING)
