@@ -104,7 +104,8 @@ def step(scheduler: Scheduler, live: LiveBatch, max_tokens: int) -> tuple[list[f
     status = np.where(drawn >= max_tokens, Status.LENGTH, Status.RUNNING).astype(np.uint8)
     tokens = np.full(len(slots), 7, np.int32)
     sampled = thread_time()
-    scheduler.commit(step, tokens, status)
+    scheduler.launch(step)
+    scheduler.land(step, tokens, status)
     scheduler.take_outputs()
     return [planned - start, packed - planned, thread_time() - sampled], len(step)
 

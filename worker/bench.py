@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kernels.rows import RowParams
-from worker.compose import build_model, build_sampler
+from worker.compose import build_parts, build_policy
 from worker.engine import Engine
-from worker.scheduler import Policy
 from worker.sequence import Row
 
 if TYPE_CHECKING:
-    from worker.protocols import Model
+    from worker.protocols import Model, Sampler
     from worker.settings import EngineSettings
 
 PROMPT, OUTPUT = 16, 64
@@ -41,18 +40,21 @@ class Rate:
 
 def rates(settings: EngineSettings) -> Iterator[Rate]:
     """Rates at 1, 8, 32, ... live rows up to ``max_batch``, as they are measured."""
-    model = build_model(settings)
+    parts = build_parts(settings)
     sizes = sorted({size for size in (1, 8, 32, 128) if size < settings.max_batch} | {settings.max_batch})
     for live in sizes:
         alone = replace(settings, max_batch=live)
-        decode(model, alone, sampled=True, output=2)  # compiles and allocates
-        yield Rate(live, decode(model, alone, sampled=False), decode(model, alone, sampled=True))
+        decode(parts, alone, sampled=True, output=2)  # compiles and allocates
+        yield Rate(live, decode(parts, alone, sampled=False), decode(parts, alone, sampled=True))
 
 
-def decode(model: Model, settings: EngineSettings, *, sampled: bool, output: int = OUTPUT) -> float:
+def decode(
+    parts: tuple[Model, Sampler], settings: EngineSettings, *, sampled: bool, output: int = OUTPUT
+) -> float:
     """Tokens a second from the first step in which all rows decode to the last."""
-    live = settings.max_batch
-    engine = Engine(model, build_sampler(settings, model), Policy(max_batch=live))
+    live, (model, sampler) = settings.max_batch, parts
+    overlap = settings.loop == "overlapped"
+    engine = Engine(model, sampler, build_policy(settings, model), overlap=overlap)
     for index in range(live):
         engine.add(
             Row(index, prompt(index, model.vocab_size), params(index, output) if sampled else greedy(output))
@@ -62,7 +64,9 @@ def decode(model: Model, settings: EngineSettings, *, sampled: bool, output: int
     before, begun = engine.load.tokens_sampled, time.perf_counter()
     while engine.has_work:
         engine.step()
-    return (engine.load.tokens_sampled - before) / (time.perf_counter() - begun)
+    rate = (engine.load.tokens_sampled - before) / (time.perf_counter() - begun)
+    engine.step()  # gives the slots back
+    return rate
 
 
 def prompt(index: int, vocab_size: int) -> list[int]:

@@ -46,7 +46,26 @@ ModelOption = Annotated[
 RedisOption = Annotated[
     str, typer.Option("--redis", metavar="URL", envvar="REDIS_URL", help="Where the queues are.")
 ]
-DeviceOption = Annotated[str, typer.Option(envvar="LIVEBATCH_DEVICE", help="cpu or cuda.")]
+DeviceOption = Annotated[
+    str, typer.Option(metavar="cpu|cuda[:N]", envvar="LIVEBATCH_DEVICE", help="Where the model runs.")
+]
+LoopOption = Annotated[
+    str | None,
+    typer.Option(
+        "--loop",
+        metavar="plain|overlapped",
+        envvar="LIVEBATCH_LOOP",
+        help="Overlapped: the next step runs while the last one's tokens are read. Default on a GPU.",
+    ),
+]
+DeterministicOption = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        envvar="LIVEBATCH_DETERMINISTIC",
+        help="On a GPU: the same bits on every run, slower.",
+    ),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(envvar="LIVEBATCH_THREADS", help="Of the model on CPU. Default: all cores.")
 ]
@@ -59,7 +78,10 @@ QueueOption = Annotated[
     ),
 ]
 MaxBatchOption = Annotated[
-    int, typer.Option(envvar="LIVEBATCH_MAX_BATCH", help="Most rows in the live batch.")
+    int | None,
+    typer.Option(
+        envvar="LIVEBATCH_MAX_BATCH", help="Most rows in the live batch. Default: 32, on a GPU 256."
+    ),
 ]
 KvMemoryOption = Annotated[
     str | None,
@@ -133,9 +155,11 @@ def run(  # noqa: PLR0917 - Typer passes by name
     queue: QueueOption = None,
     redis: RedisOption = DEFAULT_URL,
     device: DeviceOption = "cpu",
-    max_batch: MaxBatchOption = 32,
+    max_batch: MaxBatchOption = None,
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = None,
+    loop: LoopOption = None,
+    deterministic: DeterministicOption = False,
     burst: Annotated[bool, typer.Option("--burst", help="End when the queues are empty.")] = False,
     grace: GraceOption = 30.0,
     sampling_defaults: DefaultsOption = "openai",
@@ -165,6 +189,8 @@ def run(  # noqa: PLR0917 - Typer passes by name
                 max_batch=max_batch,
                 threads=threads,
                 kv_memory=kv_memory,
+                loop=loop,
+                deterministic=deterministic,
                 burst=burst,
                 grace=grace,
                 sampling_defaults=sampling_defaults,
@@ -181,21 +207,30 @@ def build(
     source: Annotated[Path, typer.Argument(help="A GGUF file of the llama family.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The model folder to write.")],
     precision: Annotated[
-        Literal["fp32", "q8"], typer.Option(help="q8: a quarter of the size, weights of 8 bits.")
-    ] = "fp32",
+        Literal["fp32", "q8", "fp16"] | None,
+        typer.Option(help="cpu: fp32 (default), q8 (a quarter of the size). cuda: fp16."),
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the model will run on.")] = "cpu",
+    bounds: Annotated[
+        bool, typer.Option(help="cuda: without, for ONNX Runtime before 1.29 (extra cuda12); slower.")
+    ] = True,
 ) -> None:
-    """Make a model folder.
+    """Make a model folder. Works on any machine: a cuda folder needs no GPU to be built.
 
     \b
     worker build SmolLM2-135M-Instruct.gguf --out models/smollm2
+    worker build SmolLM2-135M-Instruct.gguf --out models/smollm2-fp16 --device cuda
     """
     from worker import reference
     from worker.build import build_model
 
     with one_line_errors():
-        build_model(source, out, precision)
-        reference.record(out)
-        print(f"{out} is ready: worker run --model {out}")
+        build_model(source, out, precision, device, bounds=bounds)
+        if device == "cpu":
+            reference.record(out)
+        elif not reference.record_for_cuda(out, source):
+            print(f"{out} gets no reference.json: the model is too large to be run on the CPU for it")
+        print(f"{out} is ready: worker run --model {out}" + (" --device cuda" if device == "cuda" else ""))
 
 
 @app.command()
@@ -223,12 +258,14 @@ def check(
 
 
 @app.command()
-def bench(
+def bench(  # noqa: PLR0917 - Typer passes by name
     model: ModelOption,
     device: DeviceOption = "cpu",
-    max_batch: MaxBatchOption = 32,
+    max_batch: MaxBatchOption = None,
     threads: ThreadsOption = None,
     kv_memory: KvMemoryOption = None,
+    loop: LoopOption = None,
+    deterministic: DeterministicOption = False,
 ) -> None:
     """Measure the engine alone, without Redis: tokens a second at 1, 8, 32, ... live rows up to --max-batch.
 
@@ -245,6 +282,8 @@ def bench(
             max_batch=max_batch,
             threads=threads,
             kv_memory=kv_memory,
+            loop=loop,
+            deterministic=deterministic,
         )
         from worker.bench import HEADER, rates
 

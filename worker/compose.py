@@ -20,23 +20,36 @@ if TYPE_CHECKING:
     from worker.engine import Engine
     from worker.protocols import Model, Sampler
     from worker.rows import RowPreparer
+    from worker.scheduler import Policy
 
 
 def build_engine(settings: EngineSettings) -> Engine:
     """An engine that has run once. Raises UsageError for what the folder or this machine cannot give."""
     from worker.engine import Engine
-    from worker.scheduler import Policy
 
-    model = build_model(settings)
-    policy = Policy(max_batch=settings.max_batch)
-    if settings.model == DUMMY:  # its prompts cost nothing, so none need wait
-        policy = replace(policy, prefill_tokens=model.max_step_tokens)
     try:
-        engine = Engine(model, build_sampler(settings, model), policy)
+        model, sampler = build_parts(settings)
+        overlap = settings.loop == "overlapped"
+        engine = Engine(model, sampler, build_policy(settings, model), overlap=overlap)
     except (ValueError, MemoryError) as error:
         raise UsageError(f"--max-batch {settings.max_batch} is more than this model takes: {error}") from None
     warm_up(engine)
     return engine
+
+
+def build_policy(settings: EngineSettings, model: Model) -> Policy:
+    """The scheduler's numbers for the device."""
+    from worker.scheduler import Policy
+
+    policy = Policy(max_batch=settings.max_batch)
+    if settings.model == DUMMY:  # its prompts cost nothing, so none need wait
+        return replace(policy, prefill_tokens=model.max_step_tokens)
+    if settings.gpu is not None:
+        from worker.cuda import PREFILL_LAUNCH
+
+        share = model.max_step_tokens - settings.max_batch
+        return replace(policy, prefill_tokens=share, whole_chunks=True, prefill_launch=PREFILL_LAUNCH)
+    return policy
 
 
 def warm_up(engine: Engine) -> None:
@@ -49,35 +62,42 @@ def warm_up(engine: Engine) -> None:
             raise LivebatchError(f"the model cannot run: {output.message or output.status.name}")
 
 
-def build_model(settings: EngineSettings) -> Model:
-    """Raises UsageError naming the file or flag that is wrong."""
-    if settings.model == DUMMY:
-        from worker.dummy import DummyModel
-        from worker.dummy_folder import DummyFolder as Folder
+def build_parts(settings: EngineSettings) -> tuple[Model, Sampler]:
+    """The model, and the twin of the kernels for its device. UsageError naming the file or flag at fault."""
+    from worker.folder import ModelFolder
 
-        return DummyModel(
-            vocab_size=Folder.vocab_size,
-            echo_id=Folder.echo_id,
-            eos_id=Folder.eos_id,
-            context_length=Folder.context_length,
-        )
+    if settings.gpu is not None and settings.model != DUMMY:
+        from worker.cuda import build_parts as build_cuda_parts
+
+        return build_cuda_parts(ModelFolder.load(Path(settings.model)), settings)
+    from kernels.cpu import BatchedSampler
+
+    model = build_dummy() if settings.model == DUMMY else build_cpu_model(settings)
+    return model, BatchedSampler(settings.max_batch, model.vocab_size, model.context_length)
+
+
+def build_dummy() -> Model:
+    from worker.dummy import DummyModel
+    from worker.dummy_folder import DummyFolder as Folder
+
+    return DummyModel(
+        vocab_size=Folder.vocab_size,
+        echo_id=Folder.echo_id,
+        eos_id=Folder.eos_id,
+        context_length=Folder.context_length,
+    )
+
+
+def build_cpu_model(settings: EngineSettings) -> Model:
     from worker.folder import ModelFolder
     from worker.model import OrtModel
 
     return OrtModel(
         ModelFolder.load(Path(settings.model)),
-        device=settings.device,
         threads=settings.threads,
         kv_memory_bytes=settings.kv_bytes,
         max_batch=settings.max_batch,
     )
-
-
-def build_sampler(settings: EngineSettings, model: Model) -> Sampler:
-    """The fast twin of the kernels for the device."""
-    from kernels.cpu import BatchedSampler
-
-    return BatchedSampler(settings.max_batch, model.vocab_size, model.context_length)
 
 
 def build_preparer(settings: Settings) -> RowPreparer:

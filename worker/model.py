@@ -41,7 +41,6 @@ class OrtModel:
         self,
         folder: ModelFolder,
         *,
-        device: str = "cpu",
         threads: int | None = None,
         kv_memory_bytes: int | None = None,
         num_blocks: int | None = None,
@@ -50,12 +49,12 @@ class OrtModel:
         """The pool has ``num_blocks`` blocks, else what fits ``kv_memory_bytes``, else room for ``max_batch``
         rows of full length as far as half of the free memory goes. Memory is taken as blocks are first used.
 
-        Raises UsageError when the runtime, the folder and the device do not fit together, or memory is short.
+        Raises UsageError when the runtime and the folder do not fit together, or memory is short.
         """
-        if device != "cpu" or folder.kind != "cpu-paged":
+        if folder.kind != "cpu-paged":
             raise UsageError(
-                f"{folder.path} is a {folder.kind} model and the device is {device}: this worker runs "
-                "cpu-paged models on the cpu. Build one with `worker build`."
+                f"{folder.path} is a {folder.kind} model: run it with --device cuda, or build one for the "
+                "CPU with `worker build`."
             )
         self.vocab_size = folder.vocab_size
         self.context_length = folder.context_length

@@ -34,19 +34,22 @@ class Policy:
     reserve_tokens: int = (
         16  # growth a live row is left room for when another joins, so that it rarely preempts
     )
+    whole_chunks: bool = False  # a row gets all the share it wants, or waits: fewer runs of prefills
     prefill_launch: float = 0.0  # what a run of prefills costs beside its tokens, in steps of the live batch
 
 
-def deal(pending: Indices, prefill_tokens: int) -> Indices:
+def deal(pending: Indices, prefill_tokens: int, whole_chunks: bool = False) -> Indices:
     """Tokens each row computes in a step, rows oldest first. [B] -> [B]
 
-    One pending token (a decode) always runs; rows with more share ``prefill_tokens``, the oldest first.
+    One pending token (a decode) always runs; rows with more share ``prefill_tokens``, the oldest first. With
+    ``whole_chunks`` nobody gets less than it wants or the whole share.
     """
     counts = pending.copy()
     behind = np.flatnonzero(pending > 1)
-    wanted = pending[behind]
+    wanted = np.minimum(pending[behind], prefill_tokens)
     left = prefill_tokens - (wanted.cumsum() - wanted)  # of the share, when it is the row's turn
-    counts[behind] = np.minimum(wanted, np.maximum(left, 0))
+    given = np.minimum(wanted, np.maximum(left, 0))
+    counts[behind] = np.where(given < wanted, 0, given) if whole_chunks else given
     return counts
 
 
@@ -164,7 +167,7 @@ class Scheduler:
             return
         share = self.policy.prefill_tokens - int(pending[pending > 1].sum())
         passed: list[Sequence] = []
-        while self._waiting and share > 0 and not self._is_full:
+        while self._waiting and share >= self._least_share(self._waiting[0]) and not self._is_full:
             sequence = self._waiting.popleft()
             if (only is None or sequence.row.id in only) and self._fits(sequence):
                 self._seat(sequence)
@@ -176,6 +179,10 @@ class Scheduler:
             if passed and only is None and self._must_wait(passed):
                 break
         self._waiting.extendleft(reversed(passed))
+
+    def _least_share(self, sequence: Sequence) -> int:
+        """Of the step's prefill tokens, to be seated for."""
+        return min(sequence.num_tokens, self.policy.prefill_tokens) if self.policy.whole_chunks else 1
 
     def _shall_wait(self, pending: Indices) -> bool:
         """Whether seating rows now would start a run of prefills before it pays.
@@ -213,7 +220,7 @@ class Scheduler:
 
     def _slices(self) -> Step:
         pending = self._live.pending
-        counts = deal(pending, self.policy.prefill_tokens)
+        counts = deal(pending, self.policy.prefill_tokens, self.policy.whole_chunks)
         runs = np.flatnonzero(counts)
         slots = self._live.order[runs]
         step = Step(

@@ -17,11 +17,12 @@ from producer.errors import UsageError
 
 SamplingDefaults = Literal["openai", "model"]
 LogFormat = Literal["text", "json"]
-Device = Literal["cpu", "cuda"]
+Loop = Literal["plain", "overlapped"]
 Choice = TypeVar("Choice", bound=str)
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 SAMPLING_DEFAULTS: tuple[SamplingDefaults, ...] = ("openai", "model")
-DEVICES: tuple[Device, ...] = ("cpu", "cuda")
+LOOPS: tuple[Loop, ...] = ("plain", "overlapped")
+MAX_BATCH = {"cpu": 32, "cuda": 256}  # unless told: on a GPU, as many rows as its attention takes
 
 DUMMY = "dummy"
 DEFAULT_QUEUE = "livebatch"
@@ -47,11 +48,19 @@ class EngineSettings:
     """What the engine's process needs to build its model. Plain values: they cross a process border."""
 
     model: str  # a model folder's path, or DUMMY
-    device: Device = "cpu"
+    device: str = "cpu"  # or cuda:N
     max_batch: int = 32
     threads: int | None = None  # None: what the machine has
     kv_bytes: int | None = None  # None: the model's own choice
+    loop: Loop = "plain"
+    deterministic: bool = False
     log_format: LogFormat = "text"
+
+    @property
+    def gpu(self) -> int | None:
+        """The number of the GPU; None: the CPU."""
+        kind, _, number = self.device.partition(":")
+        return None if kind == "cpu" else int(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +93,7 @@ def read(
     redis_url: str,
     queues: Sequence[str] = (),
     device: str = "cpu",
-    max_batch: int = 32,
+    max_batch: int | None = None,
     threads: int | None = None,
     kv_memory: str | None = None,
     burst: bool = False,
@@ -94,16 +103,24 @@ def read(
     metrics_port: int | None = None,
     metrics_host: str = "127.0.0.1",
     log_format: str = "text",
+    loop: str | None = None,
+    deterministic: bool = False,
 ) -> Settings:
     """Settings from values as a person typed them. Raises UsageError naming the flag and what it wants."""
+    device = parse_device(device)
+    kind = device.partition(":")[0]
     engine = EngineSettings(
         model=model,
-        device=_one_of(device, DEVICES, "--device"),
-        max_batch=_at_least(1, max_batch, "--max-batch"),
+        device=device,
+        max_batch=_at_least(1, MAX_BATCH[kind] if max_batch is None else max_batch, "--max-batch"),
         threads=None if threads is None else _at_least(1, threads, "--threads"),
         kv_bytes=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         log_format=_one_of(log_format, LOG_FORMATS, "--log-format"),
+        loop=_one_of(loop or ("plain" if kind == "cpu" else "overlapped"), LOOPS, "--loop"),
+        deterministic=deterministic,
     )
+    if engine.loop == "overlapped" and engine.gpu is None:
+        raise UsageError("--loop overlapped wants a GPU: the CPU computes a step before it goes on")
     if metrics_port is not None and not 0 <= metrics_port < 2**16:
         raise UsageError(f"--metrics-port is a port, 0 (any free one) to 65535, not {metrics_port}")
     if not 0 <= grace < float("inf"):
@@ -120,6 +137,14 @@ def read(
         metrics_port=metrics_port,
         metrics_host=metrics_host,
     )
+
+
+def parse_device(text: str) -> str:
+    """``cpu``, ``cuda`` (the first GPU) or ``cuda:N``."""
+    match = re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", text)
+    if not match:
+        raise UsageError(f"--device is cpu, cuda or cuda:N, not {text!r}")
+    return "cuda:0" if text == "cuda" else text
 
 
 def parse_queues(given: Sequence[str]) -> tuple[QueueShare, ...]:

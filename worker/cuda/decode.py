@@ -1,0 +1,82 @@
+"""Decode: rows of one token each, a captured graph for every shape they are padded to.
+
+Shapes are few: rows in buckets, tables as wide as a power of two. A row that pads points at block 0, the bin.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cupy as cp
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.cuda import bucket_of
+from kernels.feed import Feed
+from worker.batch import Batch
+from worker.cuda.graph import EAGER, Graph
+from worker.cuda.staging import Staging
+
+LEAST_WIDTH = 4  # blocks; narrower tables would cost graphs and save nothing
+
+
+class Shape(NamedTuple):
+    """Of a captured run."""
+
+    rows: int
+    width: int  # blocks of a row's table
+
+
+class Decode:
+    """Tokens come from the host or, where it does not know them yet, from ``feed``."""
+
+    def __init__(self, graph: Graph, feed: Feed, max_rows: int, max_width: int) -> None:
+        largest = bucket_of(max_rows)
+        self._graph = graph
+        self._feed = feed
+        self._max_width = max_width
+        self._staging = Staging(4 * largest * (max_width + 3), graph.stream)
+        self._input_ids = cp.zeros(largest, cp.int64)
+        self._cumulative = cp.arange(largest + 1, dtype=cp.int32)
+        self._indices = cp.arange(largest, dtype=graph.index_type)
+        self._logits = cp.empty(largest * graph.logits_bytes, cp.uint8)
+        self._bindings: dict[Shape, tuple[Any, int]] = {}  # and the id of its graph
+
+    @property
+    def num_shapes(self) -> int:
+        return len(self._bindings)
+
+    def run(self, batch: Batch) -> NDArray[np.uint64]:
+        """Addresses of every row's logits. [B]"""
+        shape = self._shape_of(batch)
+        num_rows, width = batch.block_table.shape
+        table = np.zeros(shape, np.int32)
+        table[:num_rows, :width] = batch.block_table
+        past, tokens, slots = np.zeros((3, shape.rows), np.int32)
+        slots[num_rows:] = -1
+        past[:num_rows], tokens[:num_rows], slots[:num_rows] = batch.past, batch.input_ids, batch.slots
+        addresses = self._staging.send([past, table, tokens, slots])
+        self._feed.enqueue(addresses[2], addresses[3], self._input_ids, shape.rows)
+        if shape not in self._bindings:
+            graph_id = 1 + len(self._bindings) if self._graph.captures else EAGER
+            self._bindings[shape] = self._bind(shape, addresses[0], addresses[1]), graph_id
+        self._graph.run(*self._bindings[shape])
+        rows = np.arange(num_rows, dtype=np.uint64)
+        return np.uint64(self._logits.data.ptr) + rows * np.uint64(self._graph.logits_bytes)
+
+    def _shape_of(self, batch: Batch) -> Shape:
+        num_rows, width = batch.block_table.shape
+        widened = max(LEAST_WIDTH, 1 << (width - 1).bit_length())
+        return Shape(bucket_of(num_rows), min(widened, self._max_width))
+
+    def _bind(self, shape: Shape, past: int, table: int) -> Any:
+        graph, rows = self._graph, shape.rows
+        binding = graph.new_binding()
+        graph.bind(binding, "input_ids", self._input_ids.data.ptr, (rows,))
+        graph.bind(binding, "cumulative_sequence_lengths", self._cumulative.data.ptr, (rows + 1,))
+        graph.bind(binding, "past_sequence_lengths", past, (rows,))
+        graph.bind(binding, "block_table", table, shape)
+        graph.bind(binding, "logits_indices", self._indices.data.ptr, (rows,))
+        graph.bind_bounds(binding, 1, shape.width * graph.folder.block_size)
+        graph.bind_logits(binding, self._logits.data.ptr, rows)
+        return binding

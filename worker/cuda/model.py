@@ -1,0 +1,127 @@
+"""CudaModel: a paged CUDA folder as the engine's Model. Enqueues runs and waits for nothing.
+
+Owns the division of a step into its two runs, and how much memory the KV cache gets.
+"""
+
+from __future__ import annotations
+
+import os
+
+import cupy as cp
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.feed import Feed
+from producer.errors import UsageError
+from worker.batch import Batch
+from worker.blocks import blocks_for
+from worker.cuda.decode import Decode
+from worker.cuda.graph import Graph
+from worker.cuda.prefill import Prefill
+from worker.divide import divide
+from worker.folder import ModelFolder
+
+PREFILL_TOKENS = 8192  # of a run; beyond, a prefill is no faster a token
+PREFILL_TOKENS_UNPRUNED = 2048  # where every token gets logits
+KEPT_FREE = 0.1  # of the GPU's memory, for the runtime's arena, the sampler's tables and captured graphs
+
+
+class CudaModel:
+    """Tokens in, addresses of logits out (worker.protocols.Model). For use by one thread.
+
+    Runs on ``feed``'s stream, which is the sampler's.
+    """
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        feed: Feed,
+        *,
+        device_id: int = 0,
+        max_batch: int = 256,
+        kv_memory_bytes: int | None = None,
+        num_blocks: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """The pool has ``num_blocks`` blocks, else what fits ``kv_memory_bytes``, else what the GPU has left.
+
+        ``deterministic``: attention whose results are the same bits on every run, at a price. UsageError when
+        the folder does not fit the runtime or the GPU.
+        """
+        if folder.kind != "cuda-paged":
+            raise UsageError(
+                f"{folder.path} is a {folder.kind} model and the device is a GPU: build one with "
+                "`worker build SOURCE --device cuda --precision fp16`."
+            )
+        if folder.max_batch and max_batch > folder.max_batch:
+            raise UsageError(
+                f"--max-batch {max_batch}: this graph's attention takes {folder.max_batch} rows."
+            )
+        os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"] = str(int(not deterministic))
+        self.vocab_size = folder.vocab_size
+        self.context_length = folder.context_length
+        self.block_size = folder.block_size
+        self.max_step_tokens = max_batch + (PREFILL_TOKENS if folder.is_pruned else PREFILL_TOKENS_UNPRUNED)
+        self._graph = Graph(folder, device_id, feed.stream)
+        sizes = (max_batch, blocks_for(folder.context_length, folder.block_size))
+        self._graph.allocate(num_blocks or self._count_blocks(*sizes, kv_memory_bytes))
+        self._prefill = Prefill(self._graph, max_batch, self.max_step_tokens, sizes[1])
+        self._decode = Decode(self._graph, feed, *sizes)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._graph.num_blocks
+
+    def run(self, batch: Batch) -> NDArray[np.uint64]:
+        """Enqueues the prefills, then the decodes. Addresses [n] of the logits, good until the next run."""
+        try:
+            return self._run(batch)
+        except Exception:
+            self._must_live()
+            raise
+
+    def _run(self, batch: Batch) -> NDArray[np.uint64]:
+        parts = divide(batch)
+        addresses = np.empty(len(batch.logits_rows), np.uint64)
+        if parts.prefill is not None:
+            addresses[~parts.from_decode] = self._prefill.run(parts.prefill)
+        if parts.decode is not None:
+            addresses[parts.from_decode] = self._decode.run(parts.decode)[parts.decode_rows]
+        return addresses
+
+    def _must_live(self) -> None:
+        """Ends the process if CUDA is broken: its errors are sticky, nothing would run again."""
+        try:
+            self._graph.stream.synchronize()
+        except cp.cuda.runtime.CUDARuntimeError as error:
+            raise SystemExit(f"the GPU failed: {error}") from error
+
+    def _count_blocks(self, max_batch: int, max_width: int, kv_memory_bytes: int | None) -> int:
+        """What the GPU has left once the largest prefill has run, the bin included."""
+        graph = self._graph
+        size = 2 * graph.folder.num_layers * graph.block_bytes
+        if kv_memory_bytes is None:
+            Prefill(graph, max_batch, self.max_step_tokens, max_width).run(self._largest(max_width))
+            graph.stream.synchronize()
+            free, total = cp.cuda.runtime.memGetInfo()
+            kv_memory_bytes = free - int(KEPT_FREE * total)
+        blocks = min(kv_memory_bytes // size, 1 + max_batch * max_width)
+        if blocks < 2:
+            raise UsageError(
+                f"no room for a KV cache on the GPU: a block takes {size:,} bytes and two are the least. "
+                "Free some of its memory, lower --max-batch, or raise --kv-memory."
+            )
+        return blocks
+
+    def _largest(self, max_width: int) -> Batch:
+        """A prefill of as many tokens as a run may have, all written to the bin."""
+        length = min(self.max_step_tokens, self.context_length)
+        rows = self.max_step_tokens // length
+        return Batch(
+            input_ids=np.zeros(rows * length, np.int64),
+            cumulative=np.arange(rows + 1, dtype=np.int32) * np.int32(length),
+            past=np.zeros(rows, np.int32),
+            block_table=np.zeros((rows, max_width), np.int32),
+            logits_rows=np.arange(1, rows + 1) * length - 1,
+            slots=np.zeros(rows, np.int32),
+        )

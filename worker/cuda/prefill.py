@@ -1,0 +1,52 @@
+"""Prefill: rows of several tokens each, an eager run of whatever shape they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.batch import Batch
+from worker.cuda.graph import Graph
+from worker.cuda.staging import Staging
+
+
+class Prefill:
+    """``max_rows`` bounds the logits that are asked for, ``max_tokens`` the run."""
+
+    def __init__(self, graph: Graph, max_rows: int, max_tokens: int, max_width: int) -> None:
+        rows = max_rows if graph.folder.is_pruned else max_tokens
+        self._graph = graph
+        self._staging = Staging(16 * max_tokens + 4 * max_rows * (max_width + 2), graph.stream)
+        self._logits = cp.empty(rows * graph.logits_bytes, cp.uint8)
+        self._binding = graph.new_binding()
+
+    def run(self, batch: Batch) -> NDArray[np.uint64]:
+        """Addresses [n] of the logits."""
+        wanted = batch.logits_rows
+        if not len(wanted):  # the graph gives some at least
+            wanted = np.zeros(1, np.int64)
+        self._bind(batch, wanted)
+        self._graph.run(self._binding)
+        places = np.arange(len(batch.logits_rows)) if self._graph.folder.is_pruned else batch.logits_rows
+        return np.uint64(self._logits.data.ptr) + places.astype(np.uint64) * np.uint64(
+            self._graph.logits_bytes
+        )
+
+    def _bind(self, batch: Batch, wanted: NDArray[np.int64]) -> None:
+        graph, counts = self._graph, np.diff(batch.cumulative)
+        inputs: dict[str, NDArray[Any]] = {
+            "input_ids": batch.input_ids,
+            "cumulative_sequence_lengths": batch.cumulative,
+            "past_sequence_lengths": batch.past,
+            "block_table": batch.block_table,
+            "logits_indices": wanted.astype(graph.index_type),
+        }
+        addresses = self._staging.send(list(inputs.values()))
+        for (word, array), address in zip(inputs.items(), addresses, strict=True):
+            graph.bind(self._binding, word, address, array.shape)
+        graph.bind_bounds(self._binding, int(counts.max()), int((counts + batch.past).max()))
+        rows = len(wanted) if graph.folder.is_pruned else len(batch.input_ids)
+        graph.bind_logits(self._binding, self._logits.data.ptr, rows)
