@@ -66,10 +66,15 @@ def _device(settings: Settings) -> Answers:
     if settings.engine.model == DUMMY:
         yield "ok", "the dummy model needs none"
         return
-    import onnxruntime
+    from worker import devices
 
-    providers = ", ".join(onnxruntime.get_available_providers())
-    yield "ok", f"onnxruntime {onnxruntime.__version__} offers {providers}"
+    kind, _, ordinal = settings.engine.device.partition(":")
+    yield "ok", f"{devices.runtime()}, which can use the CPU"
+    obstacle = devices.cuda_obstacle(int(ordinal or 0))
+    if obstacle is None:
+        yield "ok", f"CUDA can be used: {devices.cuda_name(int(ordinal or 0))}"
+    else:
+        yield ("error" if kind == "cuda" else "ok"), f"CUDA cannot be used: {obstacle}"
 
 
 def _model(settings: Settings) -> Answers:
@@ -92,11 +97,11 @@ def _prompt(settings: Settings) -> Answers:
     if stored is None:
         yield "warning", f"the folder has no {reference.FILE} to compare with: build it with `worker build`"
         return
-    prompt, expected = stored
-    if (tokens := reference.answer(engine, prompt)) == expected:
-        yield "ok", f"the first {len(tokens)} tokens are those stored when the folder was built"
+    wrong = stored.disagreement(reference.answer(engine, stored.prompt))
+    if wrong is None:
+        yield "ok", "the first tokens are those stored when the folder was built"
     else:
-        yield "error", f"the model gives tokens {tokens}; when the folder was built it gave {expected}"
+        yield "error", wrong
 
 
 def ask(engine: Engine, preparer: RowPreparer) -> str:

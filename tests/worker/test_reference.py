@@ -6,11 +6,15 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tiny_gguf import TinyLlama
 
 from producer.errors import LivebatchError
 from worker import doctor, reference, settings
 from worker.bench import rates
+from worker.build import build_model
+from worker.reference import Reference
 from worker.settings import DUMMY, EngineSettings
 
 
@@ -49,6 +53,44 @@ def test_a_damaged_reference_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / reference.FILE).write_text(text)
     with pytest.raises(LivebatchError, match=r"reference\.json"):
         reference.load(tmp_path)
+
+
+def tiny_reference(tmp_path: Path) -> Reference:
+    """Of a CUDA folder built from a tiny llama; its source's answer in float32."""
+    source = TinyLlama().write(tmp_path / "tiny.gguf")
+    build_model(source, tmp_path / "tiny-fp16", target="cuda")
+    assert reference.record_for_cuda(tmp_path / "tiny-fp16", source)
+    stored = reference.load(tmp_path / "tiny-fp16")
+    assert stored is not None
+    return stored
+
+
+def test_a_cuda_folders_answer_comes_from_its_source(tmp_path: Path) -> None:
+    """Token by token the textbook's best, with the lead it has there; nothing else is left behind."""
+    stored = tiny_reference(tmp_path)
+    ids = [*stored.prompt, *stored.tokens[:-1]]
+    right = TinyLlama().logits(ids)[len(stored.prompt) - 1 :]
+    assert right.argmax(-1).tolist() == stored.tokens
+    best = np.sort(right)[:, -2:]
+    np.testing.assert_allclose(stored.gaps, best[:, 1] - best[:, 0], rtol=0, atol=1e-3)
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", "tiny-fp16"}
+
+
+def test_no_answer_of_a_model_too_large_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = TinyLlama().write(tmp_path / "tiny.gguf")
+    build_model(source, tmp_path / "tiny-fp16", target="cuda")
+    monkeypatch.setattr(reference, "_LARGEST_TWIN", 1000)
+    assert not reference.record_for_cuda(tmp_path / "tiny-fp16", source)
+    assert reference.load(tmp_path / "tiny-fp16") is None
+
+
+def test_a_near_tie_may_go_either_way() -> None:
+    stored = Reference(prompt=[1], tokens=[5, 6, 7], gaps=[2.0, 0.1, 2.0])
+    assert stored.disagreement([5, 6, 7]) is None
+    assert stored.disagreement([5, 9, 9]) is None, "the second token led by 0.1"
+    assert "[8, 6, 7]" in str(stored.disagreement([8, 6, 7])), "the first led by 2"
+    assert stored.disagreement([5, 6]) is not None
+    assert Reference([1], [5, 6], []).disagreement([5, 9]) is not None, "no leads: exactly, or wrong"
 
 
 def test_bench_measures_each_live_batch() -> None:

@@ -6,7 +6,7 @@ Knows ONNX operators for multiplying and looking up; must not know attention or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class FloatWeights:
         table = self._writer.constant(HEAD, self._rows([HEAD]))
         return self._writer.node("Gemm", [x, table], out, transB=1)
 
-    def _rows(self, tensors: Sequence[str]) -> NDArray[np.float32 | np.float16]:
+    def _rows(self, tensors: Sequence[str]) -> NDArray[Any]:
         """Tensors of the same width, row upon row."""
         parts = [self._source.matrix(tensor).floats().astype(self._dtype, copy=False) for tensor in tensors]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
