@@ -1,4 +1,4 @@
-"""The benchmarks' random model: a folder like a built one, the same bytes each time, logits a sampler can use."""
+"""The benchmarks' random model: like a built folder, the same bytes each time, logits a sampler can use."""
 
 from __future__ import annotations
 
