@@ -34,7 +34,19 @@ def build_engine(settings: EngineSettings) -> Engine:
     except (ValueError, MemoryError) as error:
         raise UsageError(f"--max-batch {settings.max_batch} is more than this model takes: {error}") from None
     warm_up(engine)
+    if settings.gpu is not None and settings.model != DUMMY:
+        compare(engine, Path(settings.model))
     return engine
+
+
+def compare(engine: Engine, folder: Path) -> None:
+    """Runs the prompt whose answer the folder carries. LivebatchError where the GPU says something else."""
+    from worker import reference
+
+    stored = reference.load(folder)
+    wrong = stored and stored.disagreement(reference.answer(engine, stored.prompt))
+    if wrong:
+        raise LivebatchError(f"{folder}: {wrong}. Weights, runtime or GPU are not what they were")
 
 
 def build_policy(settings: EngineSettings, model: Model) -> Policy:

@@ -6,6 +6,7 @@ decodes and a prompt of 128 tokens on an H200. NumPy only; must not know devices
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,14 @@ def divide(batch: Batch) -> Divided:
     prefill = _part(batch, ~is_decode, batch.logits_rows[~from_decode])
     decode = _part(batch, is_decode, batch.cumulative[:-1][is_decode]) if is_decode.any() else None
     return Divided(prefill, decode, from_decode, places[owners[from_decode]])
+
+
+def each_row(batch: Batch) -> Iterator[Batch]:
+    """The rows one by one. Their logits come in the batch's order."""
+    owners = np.searchsorted(batch.cumulative, batch.logits_rows, side="right") - 1
+    for row in range(len(batch.past)):
+        alone = np.arange(len(batch.past)) == row
+        yield _part(batch, alone, batch.logits_rows[owners == row])
 
 
 def _part(batch: Batch, rows: NDArray[np.bool_], wanted: NDArray[np.integer]) -> Batch:

@@ -6,7 +6,7 @@ import numpy as np
 from model_batches import Part, make_batch
 
 from worker.batch import Batch
-from worker.divide import divide
+from worker.divide import divide, each_row
 
 
 def rows_of(batch: Batch | None) -> list[tuple[list[int], int, list[int], int]]:
@@ -68,3 +68,11 @@ def test_random_steps_lose_nothing() -> None:
                 ends = parts.prefill.cumulative[1:].tolist()
                 found.append(rows_of(parts.prefill)[ends.index(next(prefills) + 1)])
         assert found == wanting
+
+
+def test_each_row_by_itself() -> None:
+    given = [Part([1, 2], 0, [1]), Part([3, 4, 5], 4, [2, 3], wants_logits=False), Part([6, 7], 2, [4])]
+    batch = make_batch(given, 4)
+    alone = list(each_row(batch))
+    assert [rows_of(one) for one in alone] == [[row] for row in rows_of(batch)]
+    assert [one.logits_rows.tolist() for one in alone] == [[1], [], [1]]

@@ -6,6 +6,7 @@ Owns the session's options and the cache's memory. Must not know rows, steps or 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import cupy as cp
@@ -18,6 +19,8 @@ from worker.folder import ModelFolder
 
 CUDA = "CUDAExecutionProvider"
 EAGER = -1  # graph id of runs that are neither captured nor replayed
+CUDNN_ATTENTION = "ORT_ENABLE_CUDNN_FLASH_ATTENTION"
+AUTO_TUNE = "ep.cuda.enable_gemm_auto_tune"
 ITEM_BYTES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2}
 INDEX_TYPES = {"INT32": np.int32, "INT64": np.int64}
 
@@ -25,8 +28,15 @@ INDEX_TYPES = {"INT32": np.int32, "INT64": np.int64}
 class Graph:
     """Runs bindings on ``stream``, in order and without waiting for them."""
 
-    def __init__(self, folder: ModelFolder, device_id: int, stream: Any) -> None:
-        """UsageError where ONNX Runtime cannot run the folder on that GPU."""
+    def __init__(
+        self, folder: ModelFolder, device_id: int, stream: Any, *, deterministic: bool = False
+    ) -> None:
+        """UsageError where ONNX Runtime cannot run the folder on that GPU.
+
+        ``deterministic``: neither the attention whose results vary from run to run nor kernels chosen by
+        timing them. It holds for the process: the runtime reads the first from the environment, once.
+        """
+        os.environ[CUDNN_ATTENTION] = str(int(not deterministic))
         self.folder = folder
         self.stream = stream
         self.captures = folder.has_attention_metadata  # without it, every attention node waits for the device
@@ -34,7 +44,8 @@ class Graph:
         self.logits_bytes = folder.vocab_size * ITEM_BYTES[folder.logits_dtype]  # of one row
         self.block_bytes = _block_items(folder) * ITEM_BYTES[folder.kv_dtype]  # of one layer's keys or values
         self._device_id = device_id
-        self._session = _open(folder, device_id, stream, self.captures)
+        config = dict(folder.session_config) | ({AUTO_TUNE: "0"} if deterministic else {})
+        self._session = _open(folder, device_id, stream, config, self.captures)
         self._options: dict[int, ort.RunOptions] = {}
         self.allocate(1)
 
@@ -91,10 +102,12 @@ class Graph:
         self._session.run_with_iobinding(binding, self._options[graph_id])
 
 
-def _open(folder: ModelFolder, device_id: int, stream: Any, captures: bool) -> ort.InferenceSession:
+def _open(
+    folder: ModelFolder, device_id: int, stream: Any, config: dict[str, str], captures: bool
+) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors
-    for name, value in folder.session_config.items():
+    for name, value in config.items():
         options.add_session_config_entry(name, value)
     provider = {
         "device_id": str(device_id),

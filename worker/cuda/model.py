@@ -5,8 +5,6 @@ Owns the division of a step into its two runs, and how much memory the KV cache 
 
 from __future__ import annotations
 
-import os
-
 import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +43,8 @@ class CudaModel:
     ) -> None:
         """The pool has ``num_blocks`` blocks, else what fits ``kv_memory_bytes``, else what the GPU has left.
 
-        ``deterministic``: attention whose results are the same bits on every run, at a price. UsageError when
-        the folder does not fit the runtime or the GPU.
+        ``deterministic``: a row's logits are the same bits on every run, alone or in any batch, at a price.
+        UsageError when the folder does not fit the runtime or the GPU.
         """
         if folder.kind != "cuda-paged":
             raise UsageError(
@@ -57,16 +55,16 @@ class CudaModel:
             raise UsageError(
                 f"--max-batch {max_batch}: this graph's attention takes {folder.max_batch} rows."
             )
-        os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"] = str(int(not deterministic))
         self.vocab_size = folder.vocab_size
         self.context_length = folder.context_length
         self.block_size = folder.block_size
         self.max_step_tokens = max_batch + (PREFILL_TOKENS if folder.is_pruned else PREFILL_TOKENS_UNPRUNED)
-        self._graph = Graph(folder, device_id, feed.stream)
+        self._graph = Graph(folder, device_id, feed.stream, deterministic=deterministic)
+        self._deterministic = deterministic
         sizes = (max_batch, blocks_for(folder.context_length, folder.block_size))
         self._graph.allocate(num_blocks or self._count_blocks(*sizes, kv_memory_bytes))
         self._prefill = Prefill(self._graph, max_batch, self.max_step_tokens, sizes[1])
-        self._decode = Decode(self._graph, feed, *sizes)
+        self._decode = Decode(self._graph, feed, *sizes, one_shape=deterministic)
 
     @property
     def num_blocks(self) -> int:
@@ -84,7 +82,8 @@ class CudaModel:
         parts = divide(batch)
         addresses = np.empty(len(batch.logits_rows), np.uint64)
         if parts.prefill is not None:
-            addresses[~parts.from_decode] = self._prefill.run(parts.prefill)
+            run = self._prefill.run_each if self._deterministic else self._prefill.run
+            addresses[~parts.from_decode] = run(parts.prefill)
         if parts.decode is not None:
             addresses[parts.from_decode] = self._decode.run(parts.decode)[parts.decode_rows]
         return addresses
