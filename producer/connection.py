@@ -26,6 +26,8 @@ NOT_DURABLE = (
     "this Redis keeps no append-only file: if it dies, accepted rows are lost. "
     "Turn it on: redis-cli CONFIG SET appendonly yes"
 )
+START_ONE = "Start one (redis-server --appendonly yes) or give its URL with --redis or REDIS_URL"
+NAME_SIGNER = "Name the file of who signed it in the URL: rediss://...?ssl_ca_certs=FILE"
 UNPRINTABLE = "the given Redis URL"  # shown for one of which any part may be the password's
 MEMORY_FULL = 0.85  # of maxmemory; beyond it a producer holds, so that workers can still drain
 
@@ -97,12 +99,12 @@ def _explain(error: Exception, url: str) -> str:
     if isinstance(error, exceptions.BusyLoadingError):
         return f"Redis at {url} is still loading its data: try again in a moment"
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError):
-        return f"Redis at {url} refused the login: {error}. Check user and password in --redis or REDIS_URL"
+        why = str(error).rstrip(".")
+        return f"Redis at {url} refused the login: {why}. Check user and password in --redis or REDIS_URL"
     if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError):
-        return (
-            f"cannot reach Redis at {url}: {str(error).rstrip('.')}. "
-            "Start one (redis-server --appendonly yes) or give its URL with --redis or REDIS_URL"
-        )
+        why = str(error).rstrip(".")
+        advice = NAME_SIGNER if "CERTIFICATE_VERIFY_FAILED" in why else START_ONE
+        return f"cannot reach Redis at {url}: {why}. {advice}"
     if isinstance(error, exceptions.OutOfMemoryError):
         return (
             f"Redis at {url} is full: give it more maxmemory, or fetch and release results. Nothing was lost"
