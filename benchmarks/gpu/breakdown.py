@@ -80,16 +80,21 @@ class MarkedSampler:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
-    def enqueue(self, logits: NDArray[Any], slots: Ints) -> MarkedPending:
-        pending = self._sampler.enqueue(logits, slots)
+    def enqueue(self, *step: Any, **more: Any) -> MarkedPending:
+        pending = self._sampler.enqueue(*step, **more)
         self._recorder.device("drawn")
         self._recorder.host("launched")
         return MarkedPending(pending, self._recorder)
 
 
 class MarkedPending:
+    """A draw whose wait is marked."""
+
     def __init__(self, pending: Any, recorder: Recorder) -> None:
         self._pending, self._recorder = pending, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)
 
     def wait(self) -> tuple[Ints, NDArray[np.uint8]]:
         self._recorder.host("wait")

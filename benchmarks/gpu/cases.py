@@ -19,6 +19,7 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.raw import FIRST_ID, Rate, RawLoop
 from benchmarks.gpu.timing import Rates
 from kernels.cuda import bucket_of
+from worker.blocks import blocks_for
 from worker.cuda.graph import EAGER
 from worker.settings import EngineSettings, parse_bytes
 from worker.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ DETERMINISTIC_BATCHES = (1, 32, 256)
 BROKEN_DOWN = (32, 128, 256)
 EAGER_STEPS = 96  # enough for a rate, a third of the time
 PREFILL_ROUNDS = 5
+LENGTHS = (384, 2048)  # longest rows of (a), and of all cases
 SMALL = 32  # batches up to here are cheap: every mix gets all rounds
 
 
@@ -182,11 +184,11 @@ CASES: dict[str, Sequence[Callable[[Task], None]]] = {
 }
 
 
-def warm(bench: Bench, *widths: int) -> None:
-    """Every number of rows that is captured, with tables of so many blocks."""
+def warm(bench: Bench) -> None:
+    """Every number of rows that is captured, with tables for the lengths of the cases."""
     buckets = sorted({bucket_of(rows) for rows in range(1, MAX_BATCH + 1)})
-    for width in widths:
-        bench.warm(buckets, width)
+    for tokens in LENGTHS:
+        bench.warm(buckets, blocks_for(tokens, bench.model.block_size))
 
 
 def parse() -> argparse.Namespace:
@@ -215,10 +217,10 @@ def main() -> None:
     findings, begun = Findings(told.report), perf_counter()
     bench = Bench.build(settings)
     built = perf_counter()
-    warm(bench, *(4,) if told.deterministic else (4, 8))  # blocks of 256 tokens
     if told.deterministic:
         decode(Task(bench, findings, frozenset(), told.rounds, "deterministic", DETERMINISTIC_BATCHES))
         return
+    warm(bench)
     seconds = {"build_seconds": built - begun, "warm_seconds": perf_counter() - built}
     findings.add("load", "ours", **seconds, kv_blocks=bench.model.num_blocks)
     task = Task(bench, findings, frozenset(told.peers.split(",")), told.rounds, "ours")
