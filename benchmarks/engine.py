@@ -52,7 +52,13 @@ def child(findings: Findings, module: str, flags: list[str], seconds: float) -> 
         ended = f"exit code {code}" if code else ""
     except subprocess.TimeoutExpired:
         ended = f"not done after {seconds:.0f} s"
-    findings.add("part", module, flags=" ".join(flags), seconds=time.perf_counter() - begun, ended=ended)
+    findings.add(
+        "part",
+        module,
+        deterministic="--deterministic" in flags,
+        seconds=time.perf_counter() - begun,
+        ended=ended,
+    )
     return not ended
 
 

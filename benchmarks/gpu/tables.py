@@ -28,7 +28,7 @@ def ratio(above: Any, below: Any) -> str | None:
 
 def tables(found: Sequence[Finding]) -> str:
     """All of them, the empty ones left out."""
-    parts = [decode(found), mixes(found), workloads(found), steps(found), memory(found)]
+    parts = [decode(found), mixes(found), workloads(found), steps(found), memory(found), undone(found)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -116,3 +116,8 @@ def memory(found: Sequence[Finding]) -> str:
     for name, quarters in find(found, case="d", peer="ours").get("memory_mb", {}).items():
         lines.append(f"{name} MB: {', '.join(f'{each:,.0f}' for each in quarters)}")
     return "\n".join(lines)
+
+
+def undone(found: Sequence[Finding]) -> str:
+    """Parts that did not run to their end: what they had found until then is in the tables."""
+    return "\n".join(f"not done: {one['peer']}: {one['ended']}" for one in found if one.get("ended"))

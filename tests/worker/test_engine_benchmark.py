@@ -112,12 +112,14 @@ def test_findings_keep_rounds_and_show_as_tables(tmp_path: Path) -> None:
     findings.add("a", "raw", {"decode_tok_s": [25_000.0]}, batch=32)
     findings.add("d", "ours", total_tok_s=900.0, memory_mb={"gpu": [1.0, 2.0]})
     findings.add("d", "direct", total_tok_s=1000.0)
+    findings.add("part", "genai", ended="exit code 1")
     found = findings.read()
     assert find(found, peer="ours", batch=32)["decode_tok_s_rounds"] == [30_000, 10_000, 20_000]
     text = tables(found)
     assert "| 32 | 20,000 | 25,000 | 0.80 |" in text
     assert "| d / direct | 0.90 |" in text
     assert "gpu MB: 1, 2" in text
+    assert "not done: genai: exit code 1" in text
 
 
 def test_the_plot_has_a_line_for_each_peer_that_ran(tmp_path: Path) -> None:
