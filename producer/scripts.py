@@ -2,6 +2,7 @@
 
 Owns the scripts' text and the order of their arguments. The keys are drawn in store.py; KEYS[1] is always
 the batch's hash, and every other key of the batch is that name with a suffix. Must not know Python's side.
+LOG_ROWS is also part of the worker's script that ends rows in RQ and here at once: worker/scripts.py.
 
 They are sent with EVAL, not EVALSHA: most run inside a MULTI, which cannot recover from NOSCRIPT after a
 Redis restart. The text is a few hundred bytes for up to hundreds of rows.
@@ -9,71 +10,68 @@ Redis restart. The text is a few hundred bytes for up to hundreds of rows.
 
 from __future__ import annotations
 
-_ROW = """
+LOG_ROWS = """
 -- True when this is the first end of an accepted row. result '' means: the row's RQ job returned it.
-local function end_row(id, outcome, result)
+local function end_row(batch, id, outcome, result)
   local file, line = string.match(id, '-(%d+)-(%d+)$')
   -- A forged line that is no bit's number would be an error, and cost the rows after it their end.
   if not file or tonumber(line) >= 2 ^ 32 or string.match(line, '^0.') then return false end
-  if redis.call('GETBIT', KEYS[1] .. ':lines:' .. file, line) == 0 then return false end
-  if redis.call('SETBIT', KEYS[1] .. ':ended:' .. file, line, 1) == 1 then return false end
-  redis.call('HINCRBY', KEYS[1] .. ':counts', outcome, 1)
+  if redis.call('GETBIT', batch .. ':lines:' .. file, line) == 0 then return false end
+  if redis.call('SETBIT', batch .. ':ended:' .. file, line, 1) == 1 then return false end
+  redis.call('HINCRBY', batch .. ':counts', outcome, 1)
   if result == '' then
-    redis.call('XADD', KEYS[1] .. ':log', '*', 'j', id)
+    redis.call('XADD', batch .. ':log', '*', 'j', id)
   else
-    redis.call('XADD', KEYS[1] .. ':log', '*', 'j', id, 'r', result)
+    redis.call('XADD', batch .. ':log', '*', 'j', id, 'r', result)
   end
   return true
 end
-"""
 
-_SETTLE = """
 -- When the last row of a batch that takes no more rows has ended, its keys start to age.
-local function settle()
-  local batch = redis.call('HMGET', KEYS[1], 'state', 'files', 'keep_seconds')
-  if not batch[1] or batch[1] == 'open' then return end
-  local n = redis.call('HMGET', KEYS[1] .. ':counts', 'rows', 'completed', 'failed', 'cancelled')
+local function settle(batch)
+  local is = redis.call('HMGET', batch, 'state', 'files', 'keep_seconds')
+  if not is[1] or is[1] == 'open' then return end
+  local n = redis.call('HMGET', batch .. ':counts', 'rows', 'completed', 'failed', 'cancelled')
   if (tonumber(n[2] or 0) + tonumber(n[3] or 0) + tonumber(n[4] or 0)) < tonumber(n[1] or 0) then return end
-  local keys = {KEYS[1], KEYS[1] .. ':counts', KEYS[1] .. ':ids', KEYS[1] .. ':log'}
-  for file = 0, batch[2] - 1 do
-    keys[#keys + 1] = KEYS[1] .. ':lines:' .. file
-    keys[#keys + 1] = KEYS[1] .. ':ended:' .. file
+  local keys = {batch, batch .. ':counts', batch .. ':ids', batch .. ':log'}
+  for file = 0, is[2] - 1 do
+    keys[#keys + 1] = batch .. ':lines:' .. file
+    keys[#keys + 1] = batch .. ':ended:' .. file
   end
-  for _, key in ipairs(keys) do redis.call('EXPIRE', key, batch[3]) end
+  for _, key in ipairs(keys) do redis.call('EXPIRE', key, is[3]) end
+end
+
+-- Ends rows of one batch, (job id, outcome, result) each. from, till: when the completed ones were taken and
+-- when they completed; '' '' where none did. Returns the rows ended.
+local function log_rows(batch, prompt_tokens, completion_tokens, from, till, rows)
+  local ended = 0
+  for i = 1, #rows, 3 do
+    if end_row(batch, rows[i], rows[i + 1], rows[i + 2]) then ended = ended + 1 end
+  end
+  if ended > 0 then
+    if from ~= '' then
+      redis.call('HSETNX', batch .. ':counts', 'started_at', from)
+      redis.call('HSET', batch .. ':counts', 'completed_at', till)
+    end
+    redis.call('HINCRBY', batch .. ':counts', 'prompt_tokens', prompt_tokens)
+    redis.call('HINCRBY', batch .. ':counts', 'completion_tokens', completion_tokens)
+    settle(batch)
+  end
+  return ended
 end
 """
 
-# ARGV: prompt tokens, completion tokens, when the rows were taken and when they completed ('' '': none did),
-#       then (job id, outcome, result) for each row. Returns the rows ended.
-LOG = (
-    _ROW
-    + _SETTLE
-    + """
-local ended = 0
-for i = 5, #ARGV, 3 do
-  if end_row(ARGV[i], ARGV[i + 1], ARGV[i + 2]) then ended = ended + 1 end
-end
-if ended > 0 then
-  if ARGV[3] ~= '' then
-    redis.call('HSETNX', KEYS[1] .. ':counts', 'started_at', ARGV[3])
-    redis.call('HSET', KEYS[1] .. ':counts', 'completed_at', ARGV[4])
-  end
-  redis.call('HINCRBY', KEYS[1] .. ':counts', 'prompt_tokens', ARGV[1])
-  redis.call('HINCRBY', KEYS[1] .. ':counts', 'completion_tokens', ARGV[2])
-  settle()
-end
-return ended
-"""
-)
+# ARGV: (job id, outcome, result) for each row, none of them completed. Returns the rows ended.
+LOG = LOG_ROWS + "return log_rows(KEYS[1], 0, 0, '', '', ARGV)"
 
 # ARGV: the state wanted. Nothing but an open batch changes state. Returns the state it is in now, or nothing.
 SET_STATE = (
-    _SETTLE
+    LOG_ROWS
     + """
 if redis.call('HGET', KEYS[1], 'state') == 'open' or
    (ARGV[1] == 'cancelled' and redis.call('HGET', KEYS[1], 'state') == 'closed') then
   redis.call('HSET', KEYS[1], 'state', ARGV[1])
-  settle()
+  settle(KEYS[1])
 end
 return redis.call('HGET', KEYS[1], 'state')
 """
@@ -112,14 +110,13 @@ return found
 # keep a cancelled job, then (job id, whereabouts as seen, outcome, result). A row that has moved on since is
 # left alone. A queued job becomes RQ's "canceled"; its id stays in the queue's list until a worker drops it.
 END = (
-    _ROW
-    + _SETTLE
+    LOG_ROWS
     + _JOB
     + """
 local ended = 0
 for i = 4, #ARGV, 4 do
   local id = ARGV[i]
-  if whereabouts(id) == ARGV[i + 1] and end_row(id, ARGV[i + 2], ARGV[i + 3]) then
+  if whereabouts(id) == ARGV[i + 1] and end_row(KEYS[1], id, ARGV[i + 2], ARGV[i + 3]) then
     ended = ended + 1
     if ARGV[i + 1] == 'queued' or ARGV[i + 1] == 'abandoned' then
       redis.call('HSET', ARGV[1] .. id, 'status', 'canceled')
@@ -128,7 +125,7 @@ for i = 4, #ARGV, 4 do
     end
   end
 end
-if ended > 0 then settle() end
+if ended > 0 then settle(KEYS[1]) end
 return ended
 """
 )

@@ -25,7 +25,6 @@ workers count up all the time. A batch's keys start to age when its last row has
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -172,32 +171,15 @@ class Store:
         """To every live worker."""
         self.connection.publish(COMMANDS, dumps(command))
 
-    # The worker's side. The first three join the caller's MULTI, so a row ends in RQ and here at once.
-
-    def log_completed(
-        self,
-        pipe: Pipeline,
-        batch_id: str,
-        job_ids: Iterable[str],
-        *,
-        prompt_tokens: int = 0,
-        completion_tokens: int = 0,
-        started_at: float | None = None,
-    ) -> None:
-        """These rows ended well: their RQ jobs return their Results. Tokens are sums over the rows.
-
-        ``started_at``: when a worker took the first of them (unix seconds); None: just now.
-        A row that ended before (cancelled, given up as lost) keeps its first end: this call changes nothing.
-        """
-        rows = [part for job_id in job_ids for part in (job_id, "completed", "")]
-        now = time.time()
-        times = repr(now if started_at is None else started_at), repr(now)
-        pipe.eval(scripts.LOG, 1, batch_key(batch_id), prompt_tokens, completion_tokens, *times, *rows)
+    # The first two join the caller's transaction or pipeline.
 
     def log_failed(self, pipe: Pipeline, batch_id: str, results: Iterable[Result]) -> None:
-        """These rows failed, or were cancelled (code "batch_cancelled"). The Results are kept in the log."""
+        """These rows failed, or were cancelled (code "batch_cancelled"). The Results are kept in the log.
+
+        A row that ended before keeps its first end: this call changes nothing.
+        """
         rows = [part for result in results for part in (result.job_id, outcome(result), encode(result))]
-        pipe.eval(scripts.LOG, 1, batch_key(batch_id), 0, 0, "", "", *rows)
+        pipe.eval(scripts.LOG, 1, batch_key(batch_id), *rows)
 
     def report_worker(self, pipe: Pipeline, name: str, fields: Mapping[str, str], ttl_seconds: int) -> None:
         """What `producer status` shows of a worker until ``ttl_seconds`` from now."""

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 from rq.defaults import RQ_KEY_PREFIX
 from rq.worker.base import WorkerStatus
 
-from producer.errors import WireError
 from producer.store import Store
-from producer.wire import parse_job_id
 from worker import scripts
 from worker.claims import MAX_BYTES
 from worker.finish import MAX_ROWS, Ending, Finisher
@@ -45,7 +43,7 @@ class Desk:
         self._store = Store(self._connection)
         self._entry = Entry(settings.name, [queue.name for queue in settings.queues], self._connection)
         self._leases = Leases(self._connection, settings.name, settings.lease_seconds, MAX_BYTES)
-        self._finisher = Finisher(self._connection, self._store, self._entry)
+        self._finisher = Finisher(self._connection, settings.name)
         self._shares = Shares(settings.queues)
         self.endings: list[Ending] = []
         self.deaths: dict[Lease, int] = {}  # engine deaths to note in the jobs
@@ -63,12 +61,11 @@ class Desk:
         self._store.forget_worker(self._settings.name)
         return returned
 
-    def claim(self, room: int) -> tuple[list[Claim], set[str]]:
-        """(up to ``room`` jobs, those of their batches that are cancelled)."""
+    def claim(self, room: int) -> list[Claim]:
+        """Up to ``room`` jobs, now ours."""
         claims = self._leases.claim(room, self._shares.split(room))
         self._shares.took(Counter(claim.lease.queue for claim in claims))
-        batches = {batch for claim in claims if (batch := batch_of(claim.lease))}
-        return claims, self.cancelled(batches)
+        return claims
 
     def cancelled(self, batches: Iterable[str]) -> set[str]:
         """Those of the batches whose rows must not run."""
@@ -103,11 +100,3 @@ class Desk:
         given = [part for lease, count in self.deaths.items() for part in (*names([lease]), str(count))]
         self._connection.eval(scripts.NOTE_DEATHS, 0, RQ_KEY_PREFIX, self._settings.name, *given)
         self.deaths.clear()
-
-
-def batch_of(lease: Lease) -> str | None:
-    """The batch of a row, by its name; None for a job that is none of ours."""
-    try:
-        return parse_job_id(lease.job_id)[0]
-    except WireError:
-        return None

@@ -37,7 +37,7 @@ class Intake:
     def __init__(self, preparer: RowPreparer) -> None:
         self._preparer = preparer
         self._claims: deque[Claim] = deque()
-        self._cancelled: set[str] = set()  # batches, as known when their rows were claimed
+        self._cancelled: set[str] = set()  # batches, since the oldest of the claims
         self._number = 0
 
     def __len__(self) -> int:
@@ -48,10 +48,13 @@ class Intake:
         """Of what is not sorted yet."""
         return [claim.lease for claim in self._claims]
 
-    def take(self, claimed: Iterable[Claim], cancelled: Set[str]) -> None:
+    def take(self, claimed: Iterable[Claim]) -> None:
         """Jobs just claimed. What is no job, or ended before, has no lease and is dropped."""
         self._claims.extend(claim for claim in claimed if claim.is_started)
-        self._cancelled |= cancelled
+
+    def cancel(self, batch_id: str) -> None:
+        """The batch was cancelled after its rows were claimed."""
+        self._cancelled.add(batch_id)
 
     def lose(self, lost: Set[Lease]) -> None:
         """These jobs are no longer ours."""
@@ -87,7 +90,7 @@ class Intake:
         request = claims.read(claim)
         if isinstance(request, Result):
             return request
-        if request.batch_id in self._cancelled:
+        if claim.batch_state == b"cancelled" or request.batch_id in self._cancelled:
             return failed(request, CANCELLED)
         self._number += 1
         try:

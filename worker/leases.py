@@ -16,6 +16,9 @@ from rq.defaults import RQ_KEY_PREFIX
 from rq.utils import now as utc_now
 from rq.utils import utcformat
 
+from producer.errors import WireError
+from producer.store import batch_key
+from producer.wire import parse_job_id
 from worker import scripts
 
 if TYPE_CHECKING:
@@ -43,6 +46,14 @@ class Lease:
     def job_key(self) -> str:
         return f"{RQ_KEY_PREFIX}:job:{self.job_id}"
 
+    @property
+    def batch_id(self) -> str | None:
+        """The batch of a row, by its name; None for a job that is none of ours."""
+        try:
+            return parse_job_id(self.job_id)[0]
+        except WireError:
+            return None
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -62,6 +73,7 @@ class Claim:
     failure_ttl: bytes
     deaths: bytes
     enqueued_at: bytes  # RQ's text
+    batch_state: bytes = b""  # of the batch its id names
 
 
 class Leases:
@@ -82,7 +94,8 @@ class Leases:
         now = time.time()
         prefix = f"{self._token}{next(self._claims):08x}-"
         given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, prefix, repr(now), utcformat(utc_now())]
-        given += [self._lease_seconds, room, self._max_bytes, len(scripts.FIELDS), *scripts.FIELDS]
+        given += [self._lease_seconds, room, self._max_bytes, batch_key("")]
+        given += [len(scripts.FIELDS), *scripts.FIELDS]
         for queue, quota in quotas:
             given += [queue, quota]
         return [_claim(now, *taken) for taken in self._claim(args=given)]

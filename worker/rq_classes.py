@@ -74,12 +74,6 @@ class Entry(BaseWorker):
         for queue in self.queue_names():
             pipe.sadd(f"{self.redis_workers_keys}:{queue}", self.key)
 
-    def tally(self, pipe: Pipeline, succeeded: int, failed: int, seconds: float) -> None:
-        """Add to the worker's totals."""
-        pipe.hincrby(self.key, "successful_job_count", succeeded)
-        pipe.hincrby(self.key, "failed_job_count", failed)
-        pipe.hincrbyfloat(self.key, "total_working_time", seconds)
-
     def say_stopping(self, pipe: Pipeline) -> None:
         """RQ's mark that a shutdown was asked for."""
         pipe.hset(self.key, "shutdown_requested_date", utcformat(utc_now()))

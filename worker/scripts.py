@@ -13,6 +13,8 @@ RQ's own form, which tests/worker/test_leases.py holds against RQ's classes. ARG
 
 from __future__ import annotations
 
+from producer.scripts import LOG_ROWS
+
 # What of a job a worker looks at; nothing else of the hash is fetched. The order is Claim's in leases.py.
 FIELDS = (
     "data",
@@ -71,17 +73,19 @@ end
 """
 
 # ARGV: rq, worker, execution prefix, now (unix), now (RQ's text), lease seconds, room, largest data in bytes,
-#       the number of fields, the fields, then (queue, quota) for each queue in order of priority.
-# Returns for each id taken: queue, id, execution, field values. execution '' means that it was not started:
-# the list named something that is no job of RQ's, or one that already ended. data is its size if too large.
+#       our prefix of batches' keys, the number of fields, the fields, then (queue, quota) for each queue in
+#       order of priority.
+# Returns for each id taken: queue, id, execution, field values and its batch's state. execution '' means that
+# it was not started: the list named something that is no job of RQ's, or one that already ended. data is its
+# size if too large.
 CLAIM = (
     _LEASE
     + """
 local worker, prefix, now, text = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
 local lease, room, largest = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local num_fields = tonumber(ARGV[9])
+local num_fields = tonumber(ARGV[10])
 local fields = {}
-for i = 1, num_fields do fields[i] = ARGV[9 + i] end
+for i = 1, num_fields do fields[i] = ARGV[10 + i] end
 local ended = {finished = true, failed = true, canceled = true, stopped = true}
 local claims, taken = {}, 0
 
@@ -106,6 +110,8 @@ local function look(id)
   local values = redis.call('HMGET', job_key(id), unpack(fields, 2))
   for i = 1, num_fields - 1 do values[i] = string.sub(values[i] or '', 1, 200) end
   table.insert(values, 1, size > largest and tostring(size) or redis.call('HGET', job_key(id), 'data'))
+  local state = redis.pcall('HGET', ARGV[9] .. string.gsub(id, '%-%d+%-%d+$', ''), 'state')
+  values[num_fields + 1] = type(state) == 'string' and state or ''
   return values
 end
 
@@ -127,7 +133,7 @@ local function take(queue)
 end
 
 for first = 1, 2 do  -- each queue's quota, then whoever has rows
-  for i = 10 + num_fields, #ARGV, 2 do
+  for i = 11 + num_fields, #ARGV, 2 do
     local quota = first == 1 and tonumber(ARGV[i + 1]) or room
     while quota > 0 and taken < room and take(ARGV[i]) do quota = quota - 1 end
   end
@@ -161,53 +167,73 @@ return lost
 """
 )
 
-# ARGV: rq, worker, then (queue, id, execution) for each lease.
-# Returns for each: 0 not ours any more, 1 ours, 2 ours and other jobs wait for it.
-OWNED = (
-    _LEASE
-    + """
-local owned = {}
-for i = 3, #ARGV, 3 do
-  local id = ARGV[i + 1]
-  local ours = owns(ARGV[2], ARGV[i], id, ARGV[i + 2])
-  owned[#owned + 1] = ours and (1 + redis.call('EXISTS', job_key(id) .. ':dependents')) or 0
-end
-return owned
-"""
-)
-
-# ARGV: rq, worker, then (queue, id, execution) for each lease. Ends the runs; the jobs stay as they are.
-FORGET = (
-    _LEASE
-    + """
-for i = 3, #ARGV, 3 do forget(ARGV[2], ARGV[i], ARGV[i + 1], ARGV[i + 2]) end
-"""
-)
-
-# ARGV: rq, worker, now (unix), now (RQ's text), then for each lease: queue, id, execution, the job's status,
-#       RQ's registry, seconds to keep, packed reason or '', and RQ's result: kind or '', field, value.
-# Ends the jobs. Only what changed of a hash is written: RQ's own finish writes it whole, prompt and all.
+# ARGV: rq, worker, now (unix), now (RQ's text), 'all' or 'free', then for each lease
+#       queue, id, execution, the job's status, RQ's registry, seconds to keep, packed reason or '',
+#       RQ's result: kind or '', field, value,
+#       our log: the batch's key or '', outcome, inline result or '', prompt tokens, completion tokens,
+#       when the row was taken (unix).
+# Ends the jobs that are still ours, for RQ and for us. Only what changed of a hash is written: RQ's own
+# finish writes it whole, prompt and all. Returns for each: 0 not ours any more, 1 ended, 2 ours and left as
+# it is, since other jobs wait for it and 'free' ends none of those.
 END = (
-    _LEASE
+    LOG_ROWS
+    + _LEASE
     + """
-for i = 5, #ARGV, 10 do
-  local queue, id, execution, status, registry = unpack(ARGV, i, i + 4)
-  local keep, reason, kind, field, value = unpack(ARGV, i + 5, i + 9)
+local worker, now = ARGV[2], tonumber(ARGV[3])
+local states, batches = {}, {}
+local tally = {completed = 0, failed = 0, cancelled = 0, seconds = 0}
+
+local function end_job(queue, id, execution, status, registry, keep, reason, kind, field, value)
   redis.call('HSET', job_key(id), 'status', status, 'ended_at', ARGV[4], 'last_heartbeat', ARGV[4])
   if reason ~= '' then redis.call('HSET', job_key(id), 'exc_info', reason) end
   redis.call('EXPIRE', job_key(id), keep)
   if kind ~= '' then
     local results = rq .. ':results:' .. id
     if redis.call('TYPE', results).ok ~= 'stream' then redis.call('DEL', results) end
-    redis.call('XADD', results, 'MAXLEN', '~', 10, '*', 'type', kind, 'worker_name', ARGV[2], field, value,
+    redis.call('XADD', results, 'MAXLEN', '~', 10, '*', 'type', kind, 'worker_name', worker, field, value,
                'execution_id', execution, 'execution_ended_at', ARGV[3])
     redis.call('EXPIRE', results, keep)
   end
   -- Scored as RQ does: by when an entry may go; in the registry of cancelled jobs by when it came.
-  local score = math.floor(tonumber(ARGV[3])) + (registry == 'canceled' and 0 or keep)
-  redis.call('ZADD', rq .. ':' .. registry .. ':' .. queue, score, id)
-  forget(ARGV[2], queue, id, execution)
+  local score = math.floor(now) + (registry == 'canceled' and 0 or keep)
+  redis.pcall('ZADD', rq .. ':' .. registry .. ':' .. queue, score, id)
 end
+
+-- What the log and the worker's totals shall say of a row that ended.
+local function note(id, batch, outcome, result, prompt_tokens, completion_tokens, taken)
+  tally[outcome] = tally[outcome] + 1
+  tally.seconds = tally.seconds + math.max(0, now - taken)
+  if batch == '' then return end
+  local its = batches[batch] or {rows = {}, prompt = 0, completion = 0, from = '', till = ''}
+  batches[batch] = its
+  for _, part in ipairs({id, outcome, result}) do its.rows[#its.rows + 1] = part end
+  if outcome ~= 'completed' then return end
+  its.prompt, its.completion = its.prompt + prompt_tokens, its.completion + completion_tokens
+  if its.from == '' or tonumber(taken) < tonumber(its.from) then its.from, its.till = taken, ARGV[3] end
+end
+
+for i = 6, #ARGV, 16 do
+  local queue, id, execution = unpack(ARGV, i, i + 2)
+  local state = owns(worker, queue, id, execution) and 1 or 0
+  if state == 1 and ARGV[5] == 'free' then state = 1 + redis.call('EXISTS', job_key(id) .. ':dependents') end
+  if state == 1 then
+    end_job(unpack(ARGV, i, i + 9))
+    note(id, unpack(ARGV, i + 10, i + 15))
+  end
+  if state < 2 then forget(worker, queue, id, execution) end
+  states[#states + 1] = state
+end
+for batch, its in pairs(batches) do  -- keys of a batch that somebody broke cost no other batch its log
+  pcall(log_rows, batch, its.prompt, its.completion, its.from, its.till, its.rows)
+end
+local failed = tally.failed + tally.cancelled
+if tally.completed + failed > 0 then
+  local totals = rq .. ':worker:' .. worker
+  redis.call('HINCRBY', totals, 'successful_job_count', tally.completed)
+  redis.call('HINCRBY', totals, 'failed_job_count', failed)
+  redis.call('HINCRBYFLOAT', totals, 'total_working_time', tally.seconds)
+end
+return states
 """
 )
 

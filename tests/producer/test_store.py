@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from tiny_worker import TinyWorker, failed, rows, write
+from tiny_worker import TinyWorker, failed, log_completed, rows, write
 
 from producer import store as keyspace
 from producer.batch import Record, SourceFile
@@ -47,7 +47,7 @@ def request(line: int, batch_id: str = "b") -> Request:
 def complete(store: Store, *lines: int) -> None:
     with store.connection.pipeline() as pipe:
         names = [request(line).job_id for line in lines]
-        store.log_completed(pipe, "b", names, prompt_tokens=10 * len(lines), completion_tokens=len(lines))
+        log_completed(pipe, "b", names, prompt_tokens=10 * len(lines), completion_tokens=len(lines))
         pipe.execute()
 
 
@@ -90,7 +90,7 @@ def test_a_batch_is_busy_from_the_first_row_taken_to_the_last_completed(store: S
     assert store.status("b").busy_seconds == 0.0
     for line, started_at in ((2, time.time() - 50), (3, time.time() - 10)):
         with store.connection.pipeline() as pipe:
-            store.log_completed(pipe, "b", [f"b-0-{line}"], completion_tokens=100, started_at=started_at)
+            log_completed(pipe, "b", [f"b-0-{line}"], completion_tokens=100, started_at=started_at)
             pipe.execute()
     fail(store, "batch_cancelled", 4)
     status = store.status("b")
@@ -111,7 +111,7 @@ def test_the_first_end_of_a_row_stands(store: Store) -> None:
 def test_forged_job_ids_do_not_cost_other_rows_their_end(store: Store) -> None:
     """Redis refuses such bit numbers: an error in the script's middle would lose the rows behind it."""
     with store.connection.pipeline() as pipe:
-        store.log_completed(pipe, "b", ["b-0-01", "b-0-4294967296", "b-0-9999999999", "b-0-0", "b-0-1"])
+        log_completed(pipe, "b", ["b-0-01", "b-0-4294967296", "b-0-9999999999", "b-0-0", "b-0-1"])
         pipe.execute()
     assert logged(store) == ["b-0-1"]
     assert store.status("b").completed == 1
@@ -121,8 +121,8 @@ def test_rows_nobody_accepted_leave_no_trace(store: Store) -> None:
     """Redis is not trusted: a forged job id must neither count nor make a bitmap of half a gigabyte."""
     before = store.connection.info("memory")["used_memory"]
     with store.connection.pipeline() as pipe:
-        store.log_completed(pipe, "b", ["b-0-10", "b-0-4000000000", "b-7-1", "nonsense"])
-        store.log_completed(pipe, "nobody", ["nobody-0-1"])
+        log_completed(pipe, "b", ["b-0-10", "b-0-4000000000", "b-7-1", "nonsense"])
+        log_completed(pipe, "nobody", ["nobody-0-1"])
         pipe.execute()
     assert logged(store) == []
     assert store.connection.info("memory")["used_memory"] - before < 1_000_000

@@ -16,8 +16,20 @@ from rq import Queue
 from rq.executions import Execution
 from rq.job import Job, JobStatus
 
-from producer.store import DEFAULT_QUEUE, Serializer, Store
+from producer.scripts import LOG_ROWS
+from producer.store import DEFAULT_QUEUE, Serializer, Store, batch_key
 from producer.wire import Choice, Failure, Request, Result, Usage
+
+# As the worker's own script does it. ARGV: prompt tokens, completion tokens, when the rows were taken and
+# when they completed, then (job id, outcome, result) for each row.
+COMPLETE = (
+    LOG_ROWS
+    + """
+local rows = {}
+for i = 5, #ARGV do rows[i - 4] = ARGV[i] end
+return log_rows(KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], rows)
+"""
+)
 
 
 class TinyWorker:
@@ -71,8 +83,24 @@ class TinyWorker:
     def _log(self, pipe: Any, batch_id: str, results: Sequence[Result]) -> None:
         good = [result.job_id for result in results if result.failure is None]
         tokens = {"prompt_tokens": 3 * len(good), "completion_tokens": 2 * len(good)}
-        self.store.log_completed(pipe, batch_id, good, **tokens)
+        log_completed(pipe, batch_id, good, **tokens)
         self.store.log_failed(pipe, batch_id, [result for result in results if result.failure])
+
+
+def log_completed(
+    pipe: Any,
+    batch_id: str,
+    job_ids: Sequence[str],
+    *,
+    prompt_tokens: int = 0,
+    completion_tokens: int = 0,
+    started_at: float | None = None,
+) -> None:
+    """These rows ended well; ``started_at``: when the first of them was taken, None: just now."""
+    now = time.time()
+    times = repr(now if started_at is None else started_at), repr(now)
+    rows = [part for job_id in job_ids for part in (job_id, "completed", "")]
+    pipe.eval(COMPLETE, 1, batch_key(batch_id), prompt_tokens, completion_tokens, *times, *rows)
 
 
 def answer(request: Request) -> Result:

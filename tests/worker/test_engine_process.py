@@ -10,12 +10,15 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rq_rows import wait_until
 
 from kernels.rows import RowParams, Status
-from worker.engine_process import EngineProcess
+from worker.engine import Load
+from worker.engine_process import BUSY_SEND_SECONDS, SEND_SECONDS, EngineProcess, patience
 from worker.events import Died, Event, Outputs, Ready
 from worker.sequence import Output, Row
 from worker.settings import EngineSettings
@@ -73,6 +76,23 @@ def test_it_tells_of_its_steps_and_its_cache(process: Process) -> None:
     assert told.load.steps > 0
     assert 0 < told.step_seconds < 60
     assert 0 < told.load.free_blocks <= told.load.blocks
+
+
+@pytest.mark.parametrize(
+    ("live", "waiting", "status", "seconds"),
+    [
+        (0, 0, Status.EOS, 0.0),  # nothing left to do: at once
+        (4, 0, Status.EOS, SEND_SECONDS),  # seats may be free until the parent hears of it
+        (4, 1, Status.EOS, SEND_SECONDS),
+        (4, 2, Status.EOS, BUSY_SEND_SECONDS),
+        (4, 2, Status.RUNNING, SEND_SECONDS),  # a stop string may be complete
+    ],
+)
+def test_ends_wait_for_company_only_while_rows_wait_for_seats(
+    live: int, waiting: int, status: Status, seconds: float
+) -> None:
+    engine: Any = SimpleNamespace(has_work=live > 0, load=Load(live, waiting, 0, 0, 0, 0, 0))
+    assert patience(engine, [Output(1, [5], status), Output(2, [5], Status.EOS)]) == seconds
 
 
 def test_a_running_row_is_cancelled(process: Process) -> None:

@@ -14,7 +14,7 @@ from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegis
 from rq.results import Result as RqResult
 from rq_rows import BATCH, counts, enqueue, fetch, log, request, returned, status
 
-from producer.store import Serializer, Store
+from producer.store import Serializer
 from producer.wire import Choice, Failure, Result, Usage
 from worker.finish import Finisher, ending
 from worker.leases import Claim, Leases
@@ -30,7 +30,7 @@ class Bench:
         self.connection = connection
         self.entry = Entry(name, ["q"], connection)
         self.leases = Leases(connection, name, 10, 1 << 20)
-        self.finisher = Finisher(connection, Store(connection), self.entry)
+        self.finisher = Finisher(connection, name)
 
     def claim(self, count: int) -> list[Claim]:
         return self.leases.claim(count, [("q", count)])
@@ -144,31 +144,46 @@ DEEDS = {
 }
 
 
+def inside_the_watch_window(monkeypatch: pytest.MonkeyPatch, deed: Callable[[], object]) -> None:
+    """``deed`` is done between the look at an awaited row and the transaction that ends it; once."""
+    multi = redis.client.Pipeline.multi
+
+    def hooked(self: redis.client.Pipeline) -> None:
+        monkeypatch.setattr(redis.client.Pipeline, "multi", multi)
+        deed()
+        multi(self)
+
+    monkeypatch.setattr(redis.client.Pipeline, "multi", hooked)
+
+
+def depend(connection: redis.Redis, parent: str, child: str) -> Queue:
+    """A job of somebody's waits for ours."""
+    line = Queue("other", connection=connection, serializer=Serializer)
+    line.enqueue("some.function", depends_on=fetch(connection, parent), job_id=child)
+    return line
+
+
 @pytest.mark.parametrize("deed", DEEDS)
-@pytest.mark.parametrize("when", ["before", "inside the WATCH window"])
+@pytest.mark.parametrize("is_awaited", [False, True])
 def test_only_an_owner_writes(
-    bench: Bench, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, deed: Deed, when: str
+    bench: Bench, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, deed: Deed, is_awaited: bool
 ) -> None:
     enqueue(connection, [request(number) for number in (1, 2, 3)])
     claims = bench.claim(3)
-    if when == "before":
-        deed(connection)
+    if is_awaited:
+        depend(connection, "b-0-2", "child")
+        inside_the_watch_window(monkeypatch, lambda: deed(connection))
     else:
-        multi = redis.client.Pipeline.multi
-
-        def hooked(self: redis.client.Pipeline) -> None:
-            monkeypatch.setattr(redis.client.Pipeline, "multi", multi)
-            deed(connection)
-            multi(self)
-
-        monkeypatch.setattr(redis.client.Pipeline, "multi", hooked)
+        deed(connection)
     assert bench.finish(claims) == 2
     assert status(connection, "b-0-2") == DEEDS[deed]
     assert not connection.exists("rq:results:b-0-2")
     assert log(connection) == {"b-0-1": None, "b-0-3": None}
     assert status(connection, "b-0-1") == status(connection, "b-0-3") == "finished"
+    assert not connection.llen("rq:queue:other")
     assert connection.scard("rq:worker:w:executions") == 0
     assert len(Queue("q", connection=connection)) == (DEEDS[deed] == "queued")
+    assert connection.hget("rq:worker:w", "successful_job_count") == b"2"
 
 
 def test_a_thawed_worker_and_the_one_that_took_over_write_one_result(connection: redis.Redis) -> None:
@@ -210,33 +225,33 @@ def test_writing_again_after_an_unclear_answer_is_harmless(bench: Bench, connect
 
 
 @pytest.mark.parametrize("code", [None, "timeout"])
-@pytest.mark.parametrize("inside", [False, True])
 def test_jobs_that_wait_for_a_row_are_released_once(
-    bench: Bench, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, code: str | None, inside: bool
+    bench: Bench, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, code: str | None
 ) -> None:
-    line = Queue("other", connection=connection, serializer=Serializer)
     enqueue(connection, [request(1), request(2)])
     claims = bench.claim(2)
-
-    def depend() -> None:
-        line.enqueue("some.function", depends_on=fetch(connection, "b-0-1"), job_id="child")
-
-    if inside:
-        multi = redis.client.Pipeline.multi
-
-        def hooked(self: redis.client.Pipeline) -> None:
-            monkeypatch.setattr(redis.client.Pipeline, "multi", multi)
-            depend()
-            multi(self)
-
-        monkeypatch.setattr(redis.client.Pipeline, "multi", hooked)
-    else:
-        depend()
+    line = depend(connection, "b-0-1", "child")
+    inside_the_watch_window(monkeypatch, lambda: depend(connection, "b-0-1", "late"))
     results = [failed(claim, code) if code else completed(claim) for claim in claims]
     ends = [ending(claim, result) for claim, result in zip(claims, results, strict=True)]
     assert bench.finisher.write(ends) == 2
-    assert line.job_ids == ([] if code else ["child"])
+    assert sorted(line.job_ids) == ([] if code else ["child", "late"])
     assert len(log(connection)) == 2
+
+
+@pytest.mark.parametrize("broken", ["counts", "log", "ended:0"])
+def test_a_broken_batch_costs_no_other_batch_its_log(
+    bench: Bench, connection: redis.Redis, broken: str
+) -> None:
+    enqueue(connection, [request(1), request(2, "c")])
+    claims = bench.claim(2)
+    key = f"livebatch:batch:b:{broken}"
+    connection.delete(key)
+    connection.lpush(key, "not what it was")
+    assert bench.finish(claims) == 2
+    assert log(connection, "c") == {"c-0-2": None}
+    assert counts(connection, "c") == {"completed": 1}
+    assert connection.hget("rq:worker:w", "successful_job_count") == b"2"
 
 
 def test_a_foreign_job_fails_without_a_batch(bench: Bench, connection: redis.Redis) -> None:

@@ -81,6 +81,22 @@ def test_a_claim_carries_what_the_check_needs(connection: redis.Redis) -> None:
     assert claim.data[:1] == b"\x78"  # zlib
 
 
+@pytest.mark.parametrize("state", ["", "open", "closed", "cancelled"])
+def test_a_claim_says_how_its_batch_stands(connection: redis.Redis, state: str) -> None:
+    enqueue(queue(connection), 1)
+    if state:
+        connection.hset("livebatch:batch:b", "state", state)
+    (claim,) = leases(connection).claim(8, [("q", 8)])
+    assert claim.batch_state == state.encode()
+
+
+def test_a_batch_that_is_no_hash_does_not_stop_a_claim(connection: redis.Redis) -> None:
+    enqueue(queue(connection), 1)
+    connection.set("livebatch:batch:b", "not what it was")
+    (claim,) = leases(connection).claim(8, [("q", 8)])
+    assert claim.batch_state == b""
+
+
 def test_quotas_first_then_whoever_has_rows(connection: redis.Redis) -> None:
     low, high = queue(connection, "low"), queue(connection, "high")
     enqueue(low, 10)
