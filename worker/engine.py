@@ -95,9 +95,10 @@ class Engine:
         if self._scheduler.must_preempt:
             self._land(0)
         step = self._scheduler.plan(self._bisection.on_trial)
-        self._seat(step)
         if len(step):
             self._launch(step)
+        else:
+            self._seat(step)
         on_their_way = self._overlap if len(step) and self._bisection.on_trial is None else 0
         self._land(on_their_way)
         return self._scheduler.take_outputs()
@@ -138,7 +139,10 @@ class Engine:
 
     def _launch(self, step: Step) -> None:
         try:
-            logits = self._model.run(pack(step, self._live))
+            try:
+                logits = self._model.run(pack(step, self._live))
+            finally:  # while the device is at it; also if it fails, for the plan stands
+                self._seat(step)
             pending = self._sampler.enqueue(logits, step.slots[step.samples].astype(np.int32))
         except Exception as error:
             self._recover(step, error)
