@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -42,6 +43,14 @@ class Load:
     blocks: int = 0  # of the KV cache, those that can be lent
 
 
+class SeatError(Exception):
+    """The sampler does not take these rows: why, by row id."""
+
+    def __init__(self, reasons: Mapping[int, Exception]) -> None:
+        super().__init__(", ".join(f"row {row_id}: {reason!r}" for row_id, reason in reasons.items()))
+        self.reasons = reasons
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A launched step and what its rows will draw."""
@@ -72,6 +81,7 @@ class Engine:
         self._scheduler = Scheduler(policy, self._pool, self._live, model.context_length)
         self._bisection = Bisection()
         self._flights: deque[Flight] = deque()
+        self._seated: set[int] = set()  # slots the sampler holds a row in
         self._overlap = int(overlap)
         self._verdicts = 0
         self._steps = self._computed = self._sampled = 0
@@ -131,11 +141,21 @@ class Engine:
         self._scheduler.check()
 
     def _seat(self, step: Step) -> None:
-        for slot in step.left:
+        for slot in self._seated.intersection(step.left):
             self._sampler.release(slot)
+        self._seated.difference_update(step.left)
+        refused: dict[int, Exception] = {}
         for sequence in step.joined:
             row = sequence.row
-            self._sampler.admit(sequence.slot, row.params, row.prompt, sequence.output)
+            try:
+                self._sampler.admit(sequence.slot, row.params, row.prompt, sequence.output)
+                self._seated.add(sequence.slot)
+            except Exception as error:
+                refused[row.id] = error
+                with suppress(KeyError):  # of a slot that it had not yet taken
+                    self._sampler.release(sequence.slot)
+        if refused:
+            raise SeatError(refused)
 
     def _launch(self, step: Step) -> None:
         try:
@@ -178,12 +198,18 @@ class Engine:
         ends = (step.starts + step.counts)[here].tolist()
         ids = [self._live.at(slot).row.id for slot in step.slots[here].tolist()]
         self._scheduler.evict()
-        guilty = self._bisection.failed(dict(zip(ids, ends, strict=True)))
-        if guilty is not None:
-            self._verdicts += 1
-            if self._verdicts >= MAX_VERDICTS:
-                raise error
-            self._scheduler.fail(guilty, f"{type(error).__name__}: {error}")
+        if isinstance(error, SeatError):
+            self._condemn(error.reasons, error)
+        elif (guilty := self._bisection.failed(dict(zip(ids, ends, strict=True)))) is not None:
+            self._condemn({guilty: error}, error)
+
+    def _condemn(self, reasons: Mapping[int, Exception], error: Exception) -> None:
+        """Fails rows that were found guilty, unless it goes on like that: then it is not the rows."""
+        self._verdicts += 1
+        if self._verdicts >= MAX_VERDICTS:
+            raise error
+        for row_id, reason in reasons.items():
+            self._scheduler.fail(row_id, f"{type(reason).__name__}: {reason}")
 
 
 def fit(policy: Policy, model: Model) -> Policy:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from engine_fakes import Ledger, WatchfulSampler, engine_over, row, run_all, solo
+from engine_fakes import Ledger, WatchfulSampler, drain, engine_over, row, run_all, solo
 from numpy.typing import NDArray
 
-from kernels.rows import Status
+from kernels.rows import RowParams, Status
 from worker.batch import Batch
 from worker.bisection import Bisection
 from worker.dummy import HashModel
-from worker.engine import MAX_VERDICTS, Engine
+from worker.engine import MAX_VERDICTS, Engine, SeatError
 from worker.scheduler import Policy
 from worker.sequence import Row
 
@@ -173,6 +174,51 @@ def test_a_sampler_that_fails_half_way_leaves_no_trace() -> None:
     ledger = run_all(engine, rows)
     assert failed(ledger) == {99}
     assert_equal_alone(ledger, good)
+
+
+class PickySampler(WatchfulSampler):
+    """Refuses rows whose sampling seed is 666: before it takes their slot, or (``late``) half way through."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__(8, 64)
+        self.late = late
+
+    def admit(self, slot: int, params: RowParams, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
+        if params.seed != 666:
+            super().admit(slot, params, prompt, output)
+        elif self.late:
+            super().admit(slot, params, prompt, output)
+            raise OverflowError("too much")
+        else:
+            raise OverflowError("too much")
+
+    def release(self, slot: int) -> None:
+        if self.rows[slot] is None:
+            raise KeyError(slot)
+        super().release(slot)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_row_the_sampler_does_not_take_fails_alone(late: bool) -> None:
+    good = plain(12)
+    bad = [row(number, [1], max_tokens=5, seed=666) for number in (97, 98, 99)]
+    sampler = PickySampler(late)
+    engine = Engine(HashModel(), sampler, Policy(max_batch=8, prefill_tokens=16))
+    ledger = run_all(engine, [*bad[:2], *good, bad[2]])
+    assert failed(ledger) == {97, 98, 99}
+    assert {ledger.endings[one.id].message for one in bad} == {"OverflowError: too much"}
+    assert_equal_alone(ledger, good)
+
+
+def test_a_sampler_that_takes_nobody_is_not_the_rows_fault() -> None:
+    rows = {number: row(number, [1], max_tokens=5, seed=666) for number in range(12)}
+    engine = Engine(HashModel(), PickySampler(late=False), Policy(max_batch=2, prefill_tokens=16))
+    for one in rows.values():
+        engine.add(one)
+    ledger = Ledger()
+    with pytest.raises(SeatError, match="too much"):
+        drain(engine, ledger, rows)
+    assert len(failed(ledger)) == 2 * (MAX_VERDICTS - 1)
 
 
 def test_bisection_halves_until_a_row_is_alone() -> None:
