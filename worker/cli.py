@@ -92,6 +92,14 @@ KvMemoryOption = Annotated[
 GraceOption = Annotated[
     float, typer.Option(metavar="SECONDS", envvar="LIVEBATCH_GRACE", help="On SIGTERM, for rows to end.")
 ]
+EngineTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        envvar="LIVEBATCH_ENGINE_TIMEOUT",
+        help="An engine that has rows and says nothing for so long hangs: it is killed and started again.",
+    ),
+]
 DefaultsOption = Annotated[
     str,
     typer.Option(
@@ -162,6 +170,7 @@ def run(  # noqa: PLR0917 - Typer passes by name
     deterministic: DeterministicOption = False,
     burst: Annotated[bool, typer.Option("--burst", help="End when the queues are empty.")] = False,
     grace: GraceOption = 30.0,
+    engine_timeout: EngineTimeoutOption = 600.0,
     sampling_defaults: DefaultsOption = "openai",
     max_tokens_default: MaxTokensOption = None,
     metrics_port: MetricsPortOption = None,
@@ -179,6 +188,8 @@ def run(  # noqa: PLR0917 - Typer passes by name
     """
     from worker import settings
 
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end_now)
     with one_line_errors():
         start(
             settings.read(
@@ -193,6 +204,7 @@ def run(  # noqa: PLR0917 - Typer passes by name
                 deterministic=deterministic,
                 burst=burst,
                 grace=grace,
+                engine_timeout=engine_timeout,
                 sampling_defaults=sampling_defaults,
                 max_tokens_default=max_tokens_default,
                 metrics_port=metrics_port,
@@ -290,6 +302,11 @@ def bench(  # noqa: PLR0917 - Typer passes by name
         print(HEADER)
         for rate in rates(told.engine):
             print(rate.line, flush=True)
+
+
+def end_now(number: int, frame: object) -> None:
+    """What a signal does before there is a service to hear it: no row is in hand yet."""
+    raise SystemExit(Exit.OK)
 
 
 def start(settings: Settings) -> None:

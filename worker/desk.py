@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from redis.exceptions import OutOfMemoryError
 from rq.defaults import RQ_KEY_PREFIX
 from rq.worker.base import WorkerStatus
 
@@ -50,14 +52,16 @@ class Desk:
 
     def open(self) -> None:
         """Appear among RQ's workers."""
-        self._entry.register_birth()  # type: ignore[no-untyped-call]
+        with suppress(OutOfMemoryError):  # to be listed is not worth a row
+            self._entry.register_birth()  # type: ignore[no-untyped-call]
 
     def close(self, held: Sequence[Lease]) -> int:
         """Write what waits, give back the rows in hand, leave RQ's workers. Returns the rows given back."""
         self.flush()
         self.note_deaths()
         returned = self._leases.hand_back(held)
-        self._entry.register_death()  # type: ignore[no-untyped-call]
+        with suppress(OutOfMemoryError):
+            self._entry.register_death()  # type: ignore[no-untyped-call]
         self._store.forget_worker(self._settings.name)
         return returned
 
@@ -91,7 +95,11 @@ class Desk:
             pipe.exists(SUSPENDED)
             self._entry.beat(pipe, state)
             self._store.report_worker(pipe, self._settings.name, fields, REPORT_TTL_SECONDS)
-            return bool(pipe.execute()[0])
+            answers = pipe.execute(raise_on_error=False)
+        for answer in answers:  # a Redis that is full has no room for reports; rows need not wait for that
+            if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
+                raise answer
+        return bool(answers[0])
 
     def note_deaths(self) -> None:
         """Into the jobs, for the worker that gets them if we die too."""

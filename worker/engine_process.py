@@ -83,6 +83,11 @@ class EngineProcess:
         if rows or cancels:
             self._outbox.put((rows, cancels))
 
+    def kill(self) -> None:
+        """SIGKILL, for an engine that hangs. Died follows."""
+        if self._process is not None:
+            self._process.kill()
+
     def stop(self) -> None:
         """End the engine; no event follows. It leaves when it sees the pipe closed, or is killed."""
         if self._process is not None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
 Argument = str | int | float
+CLAIM_BYTES = 64 << 20  # of packed prompts, after which a claim takes no more: it is one answer of Redis
 RECOVER_AT_ONCE = 500  # rows of dead workers put back by one script run: a few milliseconds of Redis
 
 
@@ -90,11 +91,14 @@ class Leases:
         self._hand_back = connection.register_script(scripts.HAND_BACK)
 
     def claim(self, room: int, quotas: Sequence[tuple[str, int]]) -> list[Claim]:
-        """Take and lease up to ``room`` jobs: each queue's quota first, then whatever is there."""
+        """Take and lease up to ``room`` jobs: each queue's quota first, then whatever is there.
+
+        Fewer than there are where their prompts are huge: see CLAIM_BYTES.
+        """
         now = time.time()
         prefix = f"{self._token}{next(self._claims):08x}-"
         given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, prefix, repr(now), utcformat(utc_now())]
-        given += [self._lease_seconds, room, self._max_bytes, batch_key("")]
+        given += [self._lease_seconds, room, self._max_bytes, batch_key(""), CLAIM_BYTES]
         given += [len(scripts.FIELDS), *scripts.FIELDS]
         for queue, quota in quotas:
             given += [queue, quota]

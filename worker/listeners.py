@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import RQ_KEY_PREFIX
 
@@ -78,9 +78,16 @@ class Waiter(Listener):
             return
         # From the list's head to its head: this waits for a row but takes none, so a worker that dies now
         # loses none. The claim is one script; see scripts.py.
-        if self.connection.blmove(self._key, self._key, BLOCK_SECONDS, "LEFT", "LEFT") is not None:
+        if self._is_filled():
             self._armed.clear()
             self.post(Wake(self._queue))
+
+    def _is_filled(self) -> bool:
+        try:
+            return self.connection.blmove(self._key, self._key, BLOCK_SECONDS, "LEFT", "LEFT") is not None
+        except OutOfMemoryError:  # a full Redis takes the move for growth; let the claim find out
+            self.stopped.wait(RETRY_SECONDS)
+            return True
 
 
 class Commands(Listener):

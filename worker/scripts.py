@@ -34,6 +34,10 @@ FIELDS = (
 _LEASE = """
 local rq = ARGV[1]
 
+-- A Redis above its maxmemory lets a script write only if it has written already, and this counts. What
+-- workers do must go through: else leases run out, ends cannot be written, rows run twice and none drains.
+redis.call('DEL', rq .. ':nothing')
+
 local function job_key(id) return rq .. ':job:' .. id end
 local function wip_key(queue) return rq .. ':wip:' .. queue end
 
@@ -73,8 +77,8 @@ end
 """
 
 # ARGV: rq, worker, execution prefix, now (unix), now (RQ's text), lease seconds, room, largest data in bytes,
-#       our prefix of batches' keys, the number of fields, the fields, then (queue, quota) for each queue in
-#       order of priority.
+#       our prefix of batches' keys, data in bytes after which no more is taken, the number of fields, the
+#       fields, then (queue, quota) for each queue in order of priority.
 # Returns for each id taken: queue, id, execution, field values and its batch's state. execution '' means that
 # it was not started: the list named something that is no job of RQ's, or one that already ended. data is its
 # size if too large.
@@ -83,9 +87,9 @@ CLAIM = (
     + """
 local worker, prefix, now, text = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
 local lease, room, largest = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local num_fields = tonumber(ARGV[10])
+local bytes, num_fields = tonumber(ARGV[10]), tonumber(ARGV[11])
 local fields = {}
-for i = 1, num_fields do fields[i] = ARGV[10 + i] end
+for i = 1, num_fields do fields[i] = ARGV[11 + i] end
 local ended = {finished = true, failed = true, canceled = true, stopped = true}
 local claims, taken = {}, 0
 
@@ -126,6 +130,7 @@ local function take(queue)
     claims[#claims + 1] = {queue, id, '', values}
   elseif not (values[2] == 'started' and is_leased(queue, id, now)) then
     local execution = prefix .. taken
+    bytes = bytes - #values[1]
     start(queue, id, execution)
     claims[#claims + 1] = {queue, id, execution, values}
   end
@@ -133,9 +138,9 @@ local function take(queue)
 end
 
 for first = 1, 2 do  -- each queue's quota, then whoever has rows
-  for i = 11 + num_fields, #ARGV, 2 do
+  for i = 12 + num_fields, #ARGV, 2 do
     local quota = first == 1 and tonumber(ARGV[i + 1]) or room
-    while quota > 0 and taken < room and take(ARGV[i]) do quota = quota - 1 end
+    while quota > 0 and taken < room and bytes > 0 and take(ARGV[i]) do quota = quota - 1 end
   end
 end
 redis.call('EXPIRE', rq .. ':worker:' .. worker .. ':executions', math.ceil(lease) + 60)

@@ -32,6 +32,7 @@ from worker.meter import Meter
 from worker.metrics import Metrics, Unmeasured
 from worker.rows import RowPreparer
 from worker.settings import Settings
+from worker.silence import Silence
 
 if TYPE_CHECKING:
     from worker.sequence import Output, Row
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 FLUSH_SECONDS = 0.04
 SORT_SECONDS = 0.05  # of checking and tokenising, before leases, results and signals are looked at again
 REPORT_SECONDS = 1.0
-MAX_FAILED_STARTS = 3  # in a row, of an engine that had run before
+MAX_FAILED_STARTS = 3  # in a row
 
 LOST = Failure.of("worker_lost", "the engine died whenever this row ran, and also when it ran alone")
 
@@ -53,6 +54,7 @@ class Engine(Protocol):
 
     def start(self) -> None: ...
     def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None: ...
+    def kill(self) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -91,6 +93,7 @@ class Service:
         ]
         self._is_open = False
         self._is_ready = False  # the engine takes rows
+        self._silence = Silence()
         self._failed_starts = 0
         self._is_dry = False  # all queues were empty when last asked
         self._is_suspended = False
@@ -127,12 +130,22 @@ class Service:
                     log.info(
                         "engine ready after %.1f s", seconds, extra=named("engine_ready", seconds=seconds)
                     )
-                    self._is_ready = True
+                    self._is_ready, self._failed_starts = True, 0
                 case Died(how, error):
-                    raise UsageError(error) if error else LivebatchError(f"the engine did not start: {how}")
+                    self._start_failed(how, error)
                 case Stop():
                     return False
         return True
+
+    def _start_failed(self, how: str, error: str | None) -> None:
+        """An engine that says why it cannot be built would say so again; one that was killed may not."""
+        if error:
+            raise UsageError(error)
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise LivebatchError(f"the engine did not start: {how}")
+        log.error("the engine died while it started (%s); once more", how)
+        self._engine.start()
 
     def _open(self) -> None:
         self._desk.open()
@@ -185,6 +198,7 @@ class Service:
             self._evict(held, Failure.of("timeout", reason))
         self._sort()
         self._feed()
+        self._mind_the_engine()
         if self._link.is_due:
             with self._link:
                 self._talk()
@@ -261,11 +275,21 @@ class Service:
             self._engine.send(rows, self._cancels)
             self._cancels = []
 
+    def _mind_the_engine(self) -> None:
+        """Kill an engine that hangs; its rows then run again, as if it had died by itself."""
+        if not self._is_ready or not self._hand.num_in_engine:
+            self._silence.broken()
+        elif (silent := self._silence.grow()) >= self._settings.engine_timeout_seconds:
+            log.error("the engine has rows and has said nothing for %.0f s: it is killed", silent)
+            self._silence.broken()
+            self._engine.kill()
+
     # -- rows out
 
     def _handle(self, event: Event) -> None:
         match event:
             case Outputs(outputs, load) as told:
+                self._silence.broken()
                 self._meter.see(load)
                 self._metrics.see(told)
                 for output in outputs:

@@ -72,6 +72,7 @@ class Settings:
     queues: tuple[QueueShare, ...] = (QueueShare(DEFAULT_QUEUE),)
     burst: bool = False
     grace_seconds: float = 30.0
+    engine_timeout_seconds: float = 600.0
     sampling_defaults: SamplingDefaults = "openai"
     max_tokens_default: int | None = None
     metrics_port: int | None = None  # None: no metrics; 0: any free port
@@ -98,6 +99,7 @@ def read(
     kv_memory: str | None = None,
     burst: bool = False,
     grace: float = 30.0,
+    engine_timeout: float = 600.0,
     sampling_defaults: str = "openai",
     max_tokens_default: int | None = None,
     metrics_port: int | None = None,
@@ -125,6 +127,8 @@ def read(
         raise UsageError(f"--metrics-port is a port, 0 (any free one) to 65535, not {metrics_port}")
     if not 0 <= grace < float("inf"):
         raise UsageError(f"--grace wants seconds, 0 or more, not {grace}")
+    if not engine_timeout > 0:
+        raise UsageError(f"--engine-timeout wants seconds, more than 0, not {engine_timeout}")
     limit = None if max_tokens_default is None else _at_least(1, max_tokens_default, "--max-tokens-default")
     return Settings(
         engine=engine,
@@ -132,6 +136,7 @@ def read(
         queues=parse_queues(queues),
         burst=burst,
         grace_seconds=grace,
+        engine_timeout_seconds=engine_timeout,
         sampling_defaults=_one_of(sampling_defaults, SAMPLING_DEFAULTS, "--sampling-defaults"),
         max_tokens_default=limit,
         metrics_port=metrics_port,

@@ -50,6 +50,9 @@ class FakeEngine:
         if self.echo and rows:
             self.end(*list(self.rows))
 
+    def kill(self) -> None:
+        self.die()
+
     def stop(self) -> None:
         self.is_stopped = True
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from worker.logs import Lines
 pytestmark = pytest.mark.redis
 NOWHERE = "redis://127.0.0.1:1"
 FLAGS = ["model", "queue", "redis", "device", "max-batch", "threads", "kv-memory", "burst", "grace"]
-FLAGS += ["sampling-defaults", "max-tokens-default"]
+FLAGS += ["sampling-defaults", "max-tokens-default", "engine-timeout"]
 
 
 def run(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +44,18 @@ def test_help_shows_every_flag_and_an_example() -> None:
     assert "worker run --model models/" in shown
     assert "LIVEBATCH_MAX_BATCH" in shown
     assert "worker build model.gguf" in run("--help").stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_anything_has_begun_ends_it_as_asked(number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # a Redis that never answers
+        url = f"redis://127.0.0.1:{mute.getsockname()[1]}"
+        command = [sys.executable, "-m", "worker.cli", "run", "--model", "dummy", "--redis", url]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        mute.accept()[0].close()  # it has got so far
+        process.send_signal(number)
+        assert process.communicate(timeout=30)[1] == ""
+        assert process.returncode == 0
 
 
 def test_starting_imports_nothing_heavy() -> None:

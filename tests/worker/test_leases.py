@@ -106,6 +106,18 @@ def test_quotas_first_then_whoever_has_rows(connection: redis.Redis) -> None:
     assert len(low) == 6
 
 
+def test_a_claim_stops_at_so_many_bytes(connection: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the row that goes beyond: one larger than all of them must be taken some time."""
+    line = queue(connection)
+    for job in enqueue(line, 5):
+        connection.hset(job.key, "data", b"x" * 1000)
+    monkeypatch.setattr("worker.leases.CLAIM_BYTES", 1500)
+    ours = leases(connection)
+    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-0", "b-0-1"]
+    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-2", "b-0-3"]
+    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-4"]
+
+
 def test_a_lease_is_renewed_while_it_is_ours(connection: redis.Redis) -> None:
     enqueue(queue(connection), 4)
     ours = leases(connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import redis
@@ -21,6 +22,7 @@ from producer.errors import LivebatchError, UsageError
 from producer.store import COMMANDS, Serializer, Store
 from producer.wire import Request, Result
 from worker.events import Died
+from worker.leases import Leases
 from worker.rows import PreparedRow, RowPreparer
 
 pytestmark = pytest.mark.redis
@@ -375,6 +377,32 @@ def test_an_engine_that_cannot_be_built_ends_the_worker_with_its_reason(redis_ur
         assert made.engine.is_stopped
 
 
+def test_an_engine_killed_while_it_first_starts_is_started_again(redis_url: str) -> None:
+    made = Worker(redis_url, burst=True)
+    made.engine.on_start = lambda: made.engine.die() if made.engine.starts == 1 else made.engine.ready()
+    made.thread.start()
+    made.join()
+    assert made.engine.starts == 2
+
+
+def test_a_hung_engine_is_killed_and_its_rows_run_again(redis_url: str, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    with worker(redis_url, engine_timeout_seconds=0.2) as made:
+        wait_until(lambda: made.engine.starts == 2 and len(made.engine.rows) == 1)
+        assert connection.hget("rq:job:b-0-1", "livebatch_deaths") == b"1"
+        made.engine.end(*list(made.engine.rows))
+        wait_until(lambda: counts(connection) == {"completed": 1})
+
+
+def test_an_engine_without_rows_may_be_silent(redis_url: str) -> None:
+    with worker(redis_url, engine_timeout_seconds=0.1) as made:
+        wait_until(lambda: made.service._is_open)
+        made.service._mind_the_engine()
+        time.sleep(0.2)
+        made.service._mind_the_engine()
+        assert made.engine.starts == 1
+
+
 def test_an_engine_that_does_not_start_again_hands_its_rows_back(
     redis_url: str, connection: redis.Redis
 ) -> None:
@@ -408,9 +436,51 @@ def test_results_outlive_an_outage(caplog: pytest.LogCaptureFixture) -> None:
     assert len([line for line in said if line.startswith("worker: Redis is back")]) == 1
 
 
-def test_rows_of_a_dead_worker_run_on_the_living_one(redis_url: str, connection: redis.Redis) -> None:
-    from worker.leases import Leases
+@pytest.fixture
+def full(connection: redis.Redis) -> Iterator[Callable[[], None]]:
+    """Call it, and Redis is above its maxmemory, until the test ends."""
+    yield lambda: connection.config_set("maxmemory", 1)
+    connection.config_set("maxmemory", 0)
 
+
+def test_a_full_redis_is_drained_and_no_row_runs_twice(
+    redis_url: str, connection: redis.Redis, full: Callable[[], None]
+) -> None:
+    """Leases are renewed there, deaths noted, rows taken and ended; only reports have no room."""
+    enqueue(connection, [request(number) for number in range(1, 41)])
+    settings = {"lease_seconds": 1.0, "beat_seconds": 0.2, "maintenance_seconds": 0.1}
+    with (
+        worker(redis_url, max_batch=4, **settings) as made,
+        worker(redis_url, max_batch=4, **settings) as other,
+    ):
+        wait_until(lambda: len(made.engine.rows) == len(other.engine.rows) == 8)
+        full()
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            connection.set("more", "x")
+        held = [dict(each.engine.rows) for each in (made, other)]
+        time.sleep(1.5)  # past the lease
+        assert held == [dict(each.engine.rows) for each in (made, other)]
+        made.engine.die()
+        wait_until(lambda: made.engine.starts == 2 and len(made.engine.rows) == 8)
+        for each in (made, other):
+            each.engine.echo = True
+            each.engine.end(*list(each.engine.rows))
+        wait_until(lambda: counts(connection) == {"completed": 40})
+    assert made.service._link.is_away is other.service._link.is_away is False
+    assert [len(returned(connection, f"b-0-{number}")) for number in range(1, 41)] == [1] * 40
+
+
+def test_an_idle_worker_of_a_full_redis_finds_rows_that_come_back(
+    redis_url: str, connection: redis.Redis, full: Callable[[], None]
+) -> None:
+    enqueue(connection, [request(1)])
+    Leases(connection, "dead", 2.0, 1 << 20).claim(1, [("q", 1)])
+    with worker(redis_url, echo=True, maintenance_seconds=0.1):
+        full()
+        wait_until(lambda: counts(connection) == {"completed": 1})
+
+
+def test_rows_of_a_dead_worker_run_on_the_living_one(redis_url: str, connection: redis.Redis) -> None:
     enqueue(connection, [request(number) for number in (1, 2, 3)])
     Leases(connection, "dead", 0.05, 1 << 20).claim(3, [("q", 3)])
     with worker(redis_url, echo=True, maintenance_seconds=0.1):

@@ -57,6 +57,7 @@ def test_what_was_typed() -> None:
         ({"device": "cuda", "loop": "fast"}, "--loop is plain or overlapped"),
         ({"loop": "overlapped"}, "--loop overlapped wants a GPU"),
         ({"sampling_defaults": "mine"}, "--sampling-defaults is openai or model"),
+        ({"engine_timeout": 0.0}, "--engine-timeout wants seconds"),
         ({"queues": ["a", "a=2"]}, "twice"),
         ({"queues": [""]}, "--queue wants NAME"),
         ({"queues": ["a b"]}, "--queue wants NAME"),
