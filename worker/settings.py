@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from producer.errors import UsageError
+from producer.sizes import parse_bytes
 
 SamplingDefaults = Literal["openai", "model"]
 LogFormat = Literal["text", "json"]
@@ -26,7 +27,6 @@ MAX_BATCH = {"cpu": 32, "cuda": 256}  # unless told: on a GPU, as many rows as i
 
 DUMMY = "dummy"
 DEFAULT_QUEUE = "livebatch"
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def unique_name() -> str:
@@ -158,14 +158,6 @@ def parse_queues(given: Sequence[str]) -> tuple[QueueShare, ...]:
     if len({share.name for share in shares}) < len(shares):
         raise UsageError("--queue names a queue twice")
     return shares
-
-
-def parse_bytes(text: str, flag: str) -> int:
-    """``512M``, ``2G``, ``1073741824``: powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
-    if not match or float(match[1]) <= 0:
-        raise UsageError(f"{flag} wants a size such as 512M or 2G, not {text!r}")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _parse_queue(text: str) -> QueueShare:

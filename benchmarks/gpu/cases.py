@@ -19,9 +19,10 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.raw import FIRST_ID, Rate, RawLoop
 from benchmarks.gpu.timing import Rates
 from kernels.cuda import bucket_of
+from producer.sizes import parse_bytes
 from worker.blocks import blocks_for
 from worker.cuda.graph import EAGER
-from worker.settings import EngineSettings, parse_bytes
+from worker.settings import EngineSettings
 from worker.tokenizer import Tokenizer
 
 MAX_BATCH = 256

@@ -72,14 +72,6 @@ def test_what_cannot_be(flags: dict[str, Any], said: str) -> None:
         read(**flags)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("512", 512), ("1k", 1024), ("512MB", 512 << 20), ("2GiB", 2 << 30), (" 1 T ", 1 << 40)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert settings.parse_bytes(text, "--x") == size
-
-
 def test_names_differ() -> None:
     assert read().name != read().name
 
