@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kernels import cuda  # noqa: E402
+from kernels import cuda, cuda_code  # noqa: E402
 from kernels.rows import RowParams  # noqa: E402
 
 BATCHES = (1, 8, 32, 128, 256)
@@ -146,13 +146,13 @@ def device_us(stream: Any, work: list[Callable[[], Any]], replays: int = 20) -> 
 def launch_us(case: Case) -> float:
     """Device time of our launch. Entries lie there already, as in a step whose batch has not changed."""
     sampler, work = case.sampler, []
-    kernel = sampler._few if case.batch <= cuda.MOST_FEW else sampler._many
+    kernel = sampler._samplers[cuda_code.shape_for(case.batch)]
     for logits in case.buffers:
         entries = np.zeros(case.batch, cuda.ENTRY)
         entries["address"], entries["slot"] = case.addresses(logits), case.rows
-        entries["edits"] = sampler._edited[: case.batch]
+        entries["edits"], entries["top"] = sampler._edited[: case.batch], -1
         held = cp.asarray(entries.view(np.uint8))
-        results = np.uint64(sampler._results[0].ctypes.data)
+        results = np.uint64(sampler._results[0].rows.ctypes.data)
         arguments = (held, sampler._copies, results, np.uint64(0), *sampler._parameters)
         work.append(lambda arguments=arguments: kernel.launch(case.batch, arguments))
     cp.cuda.get_current_stream().synchronize()

@@ -3,22 +3,45 @@
 #include "numbers.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr int GROUPS = 1024;      // group(vector) = vector % GROUPS
+constexpr int GROUPS = 1024 / (32 * CLUSTER) * (32 * CLUSTER);  // group(vector) = vector % GROUPS
 constexpr int CAPACITY = 2048;    // entries that are sorted at once
-constexpr int BIN_SHIFT = 19;     // bins of 1/32 octave of probability
-constexpr int BINS = (42 << 24 >> BIN_SHIFT) + 1;
+constexpr int BINS = 43 * 32 + 1;  // of 1/32 octave of probability; further down there is no mass
+// Near entries a thread keeps. Small clusters keep none (1 is for the array): many rows are read faster the more of an
+// SM's memory is left to its cache.
+constexpr bool KEEPS = CLUSTER > 2;
+constexpr int KEPT = KEEPS ? 24 : 1;
 constexpr int AHEAD = BLOCKS == 1 ? 4 : 2;  // loads in flight while masses are summed: as registers allow
 constexpr int CHUNK_BITS = 10;    // ids per chunk of the draw in id order
 constexpr int STRIP_BITS = 8;     // ids that one warp sums at a time
 constexpr int MAX_STRIPS = 1024;
 constexpr int FINE_BITS = 10;
 
-// The mass of every bin as two words, because shared memory adds 32-bit words natively.
-struct Bins { u32 low[BINS], high[BINS]; };
-struct FineBins { u32 low[1 << FINE_BITS], high[1 << FINE_BITS], count[1 << FINE_BITS]; };
+DEVICE int bin_of(float depth) { return __float_as_uint(__fmaf_rn(depth, 64.0f * 32, ROUNDER)) - __float_as_uint(ROUNDER); }
+
+// A sum of masses as two words, because shared memory adds 32-bit words natively.
+struct Mass {
+  u32 low, high;
+  DEVICE u64 value() const { return (u64)high << 32 | low; }
+  // The carry is whoever's addition overflows, so the sum is exact in any order.
+  DEVICE void add(u32 more_low, u32 more_high) {
+    u32 old = atomicAdd(&low, more_low);
+    u32 carried = (u32)(((u64)more_high << 32 | more_low) + old >> 32);
+    if (carried) atomicAdd(&high, carried);
+  }
+  DEVICE void add(u64 mass) { add((u32)mass, (u32)(mass >> 32)); }
+};
+// Near entries, a column a thread: they are looked at again, the row is not.
+struct Kept { float z[KEPT][THREADS]; int id[KEPT][THREADS]; };
+struct FineBins { Mass mass[1 << FINE_BITS]; u32 count[1 << FINE_BITS]; };
 
 // A bin in which an inclusive prefix of masses first exceeds some target.
 struct Spot { int bin; u64 before, mass; };
+
+// The bin in which the nucleus ends, and those the draw can fall into.
+struct Wanted {
+  int last, from, to;
+  DEVICE bool has(int bin) const { return bin == last || (bin >= from && bin <= to); }
+};
 
 // What a block keeps in shared memory; the cluster's first block also receives the others' parts.
 struct Shared {
@@ -29,7 +52,7 @@ struct Shared {
     FineBins fine;
   };
   union {
-    Bins bins;
+    Mass bins[BINS];
     struct { float groups[GROUPS]; float depth[THREADS]; unsigned short hot[GROUPS]; };
     u64 strip_mass[MAX_STRIPS];
     u32 bin_count[BINS];          // a large top_k only, once the masses are no longer needed
@@ -38,15 +61,19 @@ struct Shared {
   int places[512];                // while sorting
   u64 warp_sums[2][32];
   Spot spots[3];
+  u64 shares[CLUSTER];            // each block's share of the row's mass
   Row row;
   Uniforms uniform;
   u64 mailbox;                    // opens when groups, tops and bottoms are complete
   u32 tops[GROUPS / 32], bottoms[GROUPS / 32];  // largest key, and smallest finite key, of 32 groups
-  u32 flags, settled, bound, bottom;
+  u32 flags, settled, bound, bottom, deep;
   int found, num_hot, bin, reached, before, token, chunk;
   int num_last, num_draw;
-  float limits[4];                // from and to of the last kept bin, of the bins the draw can fall into
+  Wanted wanted;
+  Kept kept;
 };
+
+extern "C" __device__ const int shared_bytes = sizeof(Shared);
 
 constexpr u32 SAW_NAN = 1, HID_SOMETHING = 2;
 
@@ -107,12 +134,12 @@ template <class Value> DEVICE Prefix locate(Value value, int n, u64 base, u64 ta
 
 constexpr u32 MINUS_INFINITY_KEY = 0x007fffffu;  // key_of(-inf)
 
-// By one warp: the smallest key whose level is at most `level`; top is one. 32 keys are tried at a time.
-DEVICE u32 first_key(const Levels& levels, u32 top, u32 level) {
+// By one warp: the smallest key that passes; all from some key on do, and top is one. 32 keys are tried at a time.
+template <class Test> DEVICE u32 first_key(u32 top, Test passes) {
   u32 low = MINUS_INFINITY_KEY + 1, high = top;
   while (low < high) {
     u32 step = (high - low) / 32 + 1, probe = min((u64)low + (u64)step * lane(), (u64)high);
-    int first = __ffs(__ballot_sync(ALL_LANES, levels.of(of_key(probe)) <= level)) - 1;
+    int first = __ffs(__ballot_sync(ALL_LANES, passes(of_key(probe)))) - 1;
     if (first == 0) return low;
     u32 below = low + step * ((first < 0 ? 32 : first) - 1);
     if (first > 0) high = min((u64)low + (u64)step * first, (u64)high);
@@ -124,12 +151,13 @@ DEVICE u32 first_key(const Levels& levels, u32 top, u32 level) {
 // Sorts n <= 512 ranks, best first: every rank counts the better ones. No exchange, four barriers.
 DEVICE void sort_by_counting(Shared& s, int n) {
   int bits = n > 32 ? 32 - __clz(n - 1) : 5, width = 1 << bits;
-  int mine = threadIdx.x & (width - 1), stride = THREADS >> bits;
+  int mine = threadIdx.x & (width - 1), stride = THREADS >> bits, first = threadIdx.x >> bits;
   if (threadIdx.x < width) s.places[threadIdx.x] = 0;
   __syncthreads();
   u64 rank = mine < n ? s.ranks[mine] : 0;
   int better = 0;
-  for (int other = threadIdx.x >> bits; other < n; other += stride) better += s.ranks[other] > rank;
+  if (first < stride)
+    for (int other = first; other < n; other += stride) better += s.ranks[other] > rank;
   if (mine < n && better) atomicAdd(&s.places[mine], better);
   __syncthreads();
   int place = s.places[mine];
@@ -161,9 +189,9 @@ DEVICE void sort_best_first(Shared& s, int n) {
 }
 
 // Masses of the n sorted ranks; from the limit-th on (top_k) they are 0, like those min_p cuts. One barrier.
-DEVICE void weigh_sorted(Shared& s, int n, int limit, const Levels& levels) {
+DEVICE void weigh_sorted(Shared& s, int n, int limit, const Depths& depths) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < n; i += THREADS)
-    s.mass[i] = i < limit ? mass_of(levels.of(of_key((u32)(s.ranks[i] >> 32)))) : 0;
+    s.mass[i] = i < limit ? mass_of(depths.of(of_key((u32)(s.ranks[i] >> 32)))) : 0;
   __syncthreads();
 }

@@ -44,7 +44,7 @@ def new_work(vocab_size: int) -> Work:
         edited=np.empty(vocab_size, np.float32),
         groups=np.empty(SPAN, np.float32),
         weights=np.empty(max(CHUNK, vocab_size), np.uint64),
-        levels=np.empty(max(CHUNK, vocab_size), np.int32),
+        depths=np.empty(max(CHUNK, vocab_size), np.float32),
         ranks=np.empty(vocab_size, np.uint64),
         bin_mass=np.empty(max(BINS, -(-vocab_size // CHUNK)), np.uint64),
         bin_count=np.empty(BINS, np.int64),

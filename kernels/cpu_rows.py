@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.jit import entry, inner
+from kernels.jit import bits_of_double, double_of_bits, entry, fused, inner
 from kernels.packed import Kind
+from kernels.reference import POLYNOMIAL
 from kernels.rows import ONE, Status
 
 Row = Any  # one record of ROW
@@ -26,13 +27,18 @@ GROUPS = 1024  # group(id) = id // 4 % GROUPS
 SPAN = 4 * GROUPS
 MAX_CANDIDATE_K = 512  # above it the group maxima say too little
 CHUNK = 1024
-BIN_SHIFT = 19  # bins of 1/32 octave of probability
-BINS = (42 << 24 >> BIN_SHIFT) + 1  # entries further down have no mass
+BINS_AN_OCTAVE = np.float32(32)
+BINS = 43 * 32  # entries further down have no mass
 
 INFINITY = np.float32(np.inf)
 LARGEST = np.finfo(np.float32).max
 SMALLEST_NORMAL = np.finfo(np.float32).tiny
-EIGHT, ELEVEN, TWENTY_FOUR, THIRTY_TWO = np.uint64(8), np.uint64(11), np.uint64(24), np.uint64(32)
+NO_MASS = np.float32(64)
+C5, C4, C3, C2, C1, C0 = (np.float32(c) for c in POLYNOMIAL)
+ROUNDER = 1536.0  # its last bit is worth 2**-42, the unit of mass: what is added to it is rounded to that
+ROUNDER_BITS = np.float64(ROUNDER).view(np.int64)
+EXPONENT_ZERO, FRACTION_BITS = np.int64(1023), np.int64(52)
+THIRTY_TWO = np.uint64(32)
 ZERO, UNIT = np.uint64(0), np.uint64(1)
 U32 = np.uint64(0xFFFFFFFF)
 OFF = np.uint64(ONE)
@@ -67,7 +73,7 @@ class Work(NamedTuple):
     edited: NDArray[np.float32]  # [V]
     groups: NDArray[np.float32]  # [SPAN]
     weights: NDArray[np.uint64]  # [max(CHUNK, V)]
-    levels: NDArray[np.int32]  # [max(CHUNK, V)] octaves below the maximum in 2**-24
+    depths: NDArray[np.float32]  # [max(CHUNK, V)] octaves below the maximum
     ranks: NDArray[np.uint64]  # [V] key << 32 | ~id
     bin_mass: NDArray[np.uint64]  # [max(BINS, chunks of V)]
     bin_count: NDArray[np.int64]  # [BINS]
@@ -110,34 +116,39 @@ def rank_of(z: np.float32, bits: np.uint32, token: Whole) -> Whole:
 
 
 @inner
-def level_of(z: Any, top: np.float32, row: Row) -> Whole:
-    """Octaves below the maximum in 2**-24; 63 octaves (no mass) beyond what min_p keeps."""
+def depth_of(z: Any, top: np.float32, row: Row) -> Any:
+    """Octaves below the maximum; 64 (no mass) there and beyond, and beyond what min_p keeps."""
     z = np.float32(0) if abs(z) < SMALLEST_NORMAL else min(z, LARGEST)
     y = (top - z) * row.scale
-    y = min(y, np.float32(63)) if y <= row.reach else np.float32(63)
-    return np.int32(np.rint(y * np.float32(1 << 24)))
+    return min(y, NO_MASS) if y <= row.reach else NO_MASS
 
 
 @inner
-def mass_of(level: Whole) -> Whole:
-    """2**42 * 2**-octaves: the polynomial of reference.masses."""
-    q = np.uint64(np.uint32(level))
-    part = (q << EIGHT) & U32
-    a = np.uint64(39464787) - (np.uint64(4032065) * part >> THIRTY_TWO)
-    a = np.uint64(237424600) - (a * part >> THIRTY_TWO)
-    a = np.uint64(1031531698) - (a * part >> THIRTY_TWO)
-    a = np.uint64(2977023306) - (a * part >> THIRTY_TWO)
-    a = np.uint64(4294966974) - (a * part >> THIRTY_TWO)
-    return (a >> UNIT << ELEVEN) >> (q >> TWENTY_FOUR)
+def mass_of(depth: Any) -> Whole:
+    """2**42 * 2**-depth: the polynomial of reference.masses."""
+    whole = np.rint(depth)
+    part = depth - whole
+    a = fused(part, C5, C4)
+    a = fused(part, a, C3)
+    a = fused(part, a, C2)
+    a = fused(part, a, C1)
+    a = fused(part, a, C0)
+    power = double_of_bits((EXPONENT_ZERO - np.int64(np.int32(whole))) << FRACTION_BITS)
+    return np.uint64(bits_of_double(np.float64(a) * power + ROUNDER) - ROUNDER_BITS)
 
 
 @inner
-def weigh(z: Floats, top: np.float32, row: Row, weights: Masses, levels: Ints) -> None:
-    """Masses and levels of one stretch of logits. Two loops: each becomes vector instructions."""
+def weigh(z: Floats, top: np.float32, row: Row, weights: Masses, depths: Floats) -> None:
+    """Masses and depths of one stretch of logits. Two loops: each becomes vector instructions."""
     for i in range(z.size):
-        levels[i] = level_of(z[i], top, row)
+        depths[i] = depth_of(z[i], top, row)
     for i in range(z.size):
-        weights[i] = mass_of(levels[i])
+        weights[i] = mass_of(depths[i])
+
+
+@inner
+def bin_of(depth: Any) -> Whole:
+    return np.int32(depth * BINS_AN_OCTAVE)
 
 
 @inner
@@ -299,13 +310,13 @@ def draw_by_id(z: Floats, top: np.float32, row: Row, uniform: tuple[Whole, Whole
     total, chunks = ZERO, 0
     for start in range(0, z.size, CHUNK):
         part = z[start : start + CHUNK]
-        weigh(part, top, row, work.weights, work.levels)
+        weigh(part, top, row, work.weights, work.depths)
         work.bin_mass[chunks] = work.weights[: part.size].sum()
         total += work.bin_mass[chunks]
         chunks += 1
     chunk = locate(work.bin_mass[:chunks], high_product(uniform[0], total))
     part = z[chunk * CHUNK : (chunk + 1) * CHUNK]
-    weigh(part, top, row, work.weights, work.levels)
+    weigh(part, top, row, work.weights, work.depths)
     return chunk * CHUNK + locate(work.weights[: part.size], high_product(uniform[1], work.bin_mass[chunk]))
 
 
@@ -313,7 +324,7 @@ def draw_by_id(z: Floats, top: np.float32, row: Row, uniform: tuple[Whole, Whole
 def weigh_ranked(z: Floats, top: np.float32, row: Row, ranks: Masses, weights: Masses) -> Masses:
     """Masses of sorted entries; those without any (far down, or cut by min_p) come last and are left out."""
     for i in range(ranks.size):
-        weights[i] = mass_of(level_of(z[token_of(ranks[i])], top, row))
+        weights[i] = mass_of(depth_of(z[token_of(ranks[i])], top, row))
         if weights[i] == ZERO:
             return weights[:i]
     return weights[: ranks.size]
@@ -343,14 +354,14 @@ def fill_bins(z: Floats, top: np.float32, row: Row, work: Work) -> None:
     work.bin_mass[:BINS] = ZERO
     work.bin_count[:] = 0
     for start in range(0, z.size, CHUNK):
-        part, levels = z[start : start + CHUNK], work.levels[start:]
-        weigh(part, top, row, work.weights, levels)
+        part, depths = z[start : start + CHUNK], work.depths[start:]
+        weigh(part, top, row, work.weights, depths)
         for i in range(part.size):
             if work.weights[i] > ZERO:
-                work.bin_mass[levels[i] >> BIN_SHIFT] += work.weights[i]
+                work.bin_mass[bin_of(depths[i])] += work.weights[i]
         if row.top_k > 0:
             for i in range(part.size):
-                work.bin_count[min(levels[i] >> BIN_SHIFT, BINS - 1)] += work.weights[i] > ZERO
+                work.bin_count[min(bin_of(depths[i]), BINS - 1)] += work.weights[i] > ZERO
 
 
 @inner
@@ -359,7 +370,7 @@ def open_bin(z: Floats, top: np.float32, row: Row, wanted: Whole, work: Work) ->
     found = 0
     bits = z.view(np.uint32)
     for i in range(z.size):
-        if work.levels[i] >> BIN_SHIFT == wanted:
+        if bin_of(work.depths[i]) == wanted:
             work.ranks[found] = rank_of(z[i], bits[i], i)
             found += 1
     ranks = sort_best_first(work.ranks[:found])

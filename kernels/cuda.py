@@ -9,100 +9,63 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib import resources
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kernels import cuda_code
+from kernels.cuda_code import Kernel, LogitsType
 from kernels.packed import MAX_BIASES, MAX_ENDERS, ROW, Packed, allowed_bits, mask_words, pack, seen_before
+from kernels.reference import Logprobs
 from kernels.rows import RowParams, Status
 
-ENTRY = np.dtype([("address", np.uint64), ("slot", np.int32), ("edits", np.int32)])
+ENTRY = np.dtype(
+    [("address", np.uint64), ("slot", np.int32), ("edits", np.int8), ("keep", np.int8), ("top", np.int16)]
+)
 MASKED_AT = dict(ROW.fields or {})["masked"][1]  # byte offset in a row
-FILES = ("device", "numbers", "logits", "block", "edit", "pick", "wide")
-TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}
+MAX_TOP = 512  # candidates are found by 960 group maxima
 MAX_VOCABULARY = 1 << 18  # 256 chunks of 1,024 ids; masses of 2**42 then sum below 2**60
 RESULT_BUFFERS = 4  # steps whose results may be outstanding
-LogitsType = Literal["float32", "float16", "bfloat16"]
-
-
-class Shape(NamedTuple):
-    """How a row is spread over the device."""
-
-    cluster: int  # blocks a row
-    threads: int  # threads a block
-    blocks: int  # blocks a multiprocessor must hold: bounds the registers
-    unroll: int  # loads a thread keeps in flight
-
-
-# Measured on an H200: few rows want many blocks each, many rows few (the blocks of a cluster sit together).
-FEW_ROWS = Shape(cluster=8, threads=512, blocks=1, unroll=4)
-MANY_ROWS = Shape(cluster=2, threads=512, blocks=1, unroll=6)
-WITHOUT_CLUSTERS = Shape(cluster=1, threads=1024, blocks=1, unroll=4)  # before compute capability 9
-MOST_FEW = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """sample_rows, compiled for one shape."""
-
-    shape: Shape
-    function: Any
-    shared_bytes: int
-
-    def launch(self, rows: int, arguments: tuple[Any, ...]) -> None:
-        self.function(
-            (self.shape.cluster, rows), (self.shape.threads,), arguments, shared_mem=self.shared_bytes
-        )
-
-
-def source() -> str:
-    """All kernels as one text: CuPy's cache of compiled code does not look into included files."""
-    folder = resources.files("kernels")
-    texts = [folder.joinpath(f"{name}.cuh").read_text() for name in FILES]
-    texts += [folder.joinpath(f"{name}.cu").read_text() for name in ("sampler", "slots")]
-    lines = "\n".join(texts).splitlines()
-    return "\n".join(line for line in lines if not line.startswith(("#include", "#pragma once")))
-
-
-def module(logits: LogitsType, shape: Shape) -> Any:
-    numbers = {
-        "CLUSTER": shape.cluster,
-        "THREADS": shape.threads,
-        "BLOCKS": shape.blocks,
-        "SCAN_UNROLL": shape.unroll,
-        "MAX_ENDERS": MAX_ENDERS,
-        "MAX_BIASES": MAX_BIASES,
-        "LOGITS": TYPES[logits],
-    }
-    options = ("-std=c++17", *(f"-D{name}={value}" for name, value in numbers.items()))
-    return cp.RawModule(code=source(), options=options)
 
 
 def bucket_of(rows: int) -> int:
     """Rows of the graph that serves so many: powers of two, then multiples of 16, where those waste less."""
-    return 1 << (rows - 1).bit_length() if rows <= 16 else -(-rows // 16) * 16
+    return 1 << (rows - 1).bit_length() if 0 < rows <= 16 else -(-rows // 16) * 16
 
 
-def sampling_kernel(code: Any, shape: Shape) -> Kernel:
-    function = code.get_function("sample_rows")
-    shared_bytes = int(cp.ndarray((1,), cp.int32, code.get_global("shared_bytes"))[0])
-    function.max_dynamic_shared_size_bytes = shared_bytes
-    return Kernel(shape, function, shared_bytes)
+class Results(NamedTuple):
+    """What a step's kernels write of n rows: pinned host memory."""
+
+    rows: NDArray[np.int32]  # [n, 2] token, status
+    drawn: NDArray[np.float32]  # [n] log-probability of the token
+    top_ids: NDArray[np.int32]  # [n, most]
+    top: NDArray[np.float32]  # [n, most]
+
+    def of(self, n: int) -> Results:
+        return Results(self.rows[:n], self.drawn[:n], self.top_ids[:n], self.top[:n])
 
 
 @dataclass(slots=True)
 class Pending:
     """A step that is on its way: ``wait`` for what it says of its rows."""
 
-    results: NDArray[np.int32]  # [n, 2] token, status; pinned, written by the kernel
+    results: Results
     event: Any
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         self.event.synchronize()
-        return self.results[:, 0].copy(), self.results[:, 1].astype(np.uint8)
+        return self.results.rows[:, 0].copy(), self.results.rows[:, 1].astype(np.uint8)
+
+    def logprobs(self) -> Logprobs:
+        """Of the rows that asked and have a token, as many of the top as they asked for.
+
+        Within 2e-6 of reference.logprobs. What else the arrays hold means nothing.
+        """
+        self.event.synchronize()
+        results = self.results
+        return Logprobs(results.drawn.copy(), results.top_ids.copy(), results.top.copy())
 
 
 @dataclass(slots=True)
@@ -141,16 +104,29 @@ def new_tables(max_batch: int, vocab_size: int, max_length: int) -> Tables:
     )
 
 
-def pinned_results(rows: int) -> NDArray[np.int32]:
-    """i32[rows, 2] that the device writes into directly."""
-    memory = cp.cuda.alloc_pinned_memory(rows * 8)
-    return np.frombuffer(memory, np.int32, rows * 2).reshape(rows, 2)
+def pinned(shape: tuple[int, ...], kind: Any) -> NDArray[Any]:
+    """Host memory that the device writes into directly."""
+    size = int(np.prod(shape))
+    memory = cp.cuda.alloc_pinned_memory(max(1, size) * np.dtype(kind).itemsize)
+    return np.frombuffer(memory, kind)[:size].reshape(shape)
+
+
+def new_results(rows: int, most_top: int | None) -> Results:
+    asked, most = (0, 0) if most_top is None else (rows, most_top)
+    return Results(
+        pinned((rows, 2), np.int32),
+        pinned((asked,), np.float32),
+        pinned((asked, most), np.int32),
+        pinned((asked, most), np.float32),
+    )
 
 
 class BatchedSampler:
     """Rows by slot; see reference.BatchedSampler. All work is enqueued on ``stream`` (default: a new one).
 
-    Rows of fp32 logits are edited in place; fp16 and bf16 rows (bf16 as uint16 arrays) are left alone.
+    Rows of fp32 logits are edited in place, unless their log-probabilities are wanted; fp16 and bf16 rows
+    (bf16 as uint16 arrays) are left alone. ``logprobs``: the most top log-probabilities a row may ask for
+    beside its token's; None: no row ever asks, and no memory is kept for it.
     ``graphs=False``: plain launches, for a caller that captures a larger graph itself.
     """
 
@@ -163,13 +139,17 @@ class BatchedSampler:
         logits: LogitsType = "float32",
         stream: Any = None,
         graphs: bool = True,
+        logprobs: int | None = None,
     ) -> None:
+        if logprobs is not None and not 0 <= logprobs <= min(MAX_TOP, vocab_size):
+            raise ValueError(f"{logprobs} top log-probabilities: at most {min(MAX_TOP, vocab_size)}")
         if vocab_size > MAX_VOCABULARY:
             raise ValueError(f"a vocabulary of {vocab_size} exceeds {MAX_VOCABULARY}")
         self.max_batch, self.vocab_size, self.max_length = max_batch, vocab_size, max_length
         self.stream = stream or cp.cuda.Stream(non_blocking=True)
         self._own_masks: dict[int, NDArray[np.uint32]] = {}  # allow and ban lists by slot
-        self._graphs: dict[tuple[int, int, int], Any] | None = {} if graphs else None
+        self._graphs: dict[tuple[int, int, int, bool], Any] | None = {} if graphs else None
+        self._most_top = logprobs
         self._live = np.zeros(max_batch, bool)
         self._edited = np.zeros(max_batch, bool)  # rows whose logits may need edits
         with self.stream:
@@ -181,21 +161,31 @@ class BatchedSampler:
         n, size = self.max_batch, self.vocab_size
         self._tables = new_tables(n, size, self.max_length)
         self._parameters = self._tables.parameters()
-        self._copies = cp.zeros((n, size) if logits != "float32" else (1, 1), cp.float32)
+        self._copies = cp.zeros(
+            (n, size) if logits != "float32" or self._most_top is not None else (1, 1), cp.float32
+        )
         blob = ROW.itemsize // 4 + 3 * self.max_length + MAX_ENDERS + 2 * MAX_BIASES + mask_words(size)
         self._blob = cp.zeros(blob, cp.int32)
         self._entries = cp.zeros(bucket_of(n) * ENTRY.itemsize, cp.uint8)
         self._placed = np.zeros(0, ENTRY)  # what the device's entries hold
-        self._results = [pinned_results(n) for _ in range(RESULT_BUFFERS)]
+        self._results = [new_results(n, self._most_top) for _ in range(RESULT_BUFFERS)]
         self._events = [cp.cuda.Event(disable_timing=True) for _ in range(RESULT_BUFFERS)]
         self._turn = 0
 
     def _compile(self, logits: LogitsType) -> None:
-        clusters = int(cp.cuda.Device().compute_capability) >= 90
-        shapes = (FEW_ROWS, MANY_ROWS) if clusters else (WITHOUT_CLUSTERS, WITHOUT_CLUSTERS)
-        codes = [module(logits, shape) for shape in shapes]
-        self._few, self._many = map(sampling_kernel, codes, shapes)
-        self._admit, self._release = codes[0].get_function("admit_row"), codes[0].get_function("release_row")
+        shapes = {cuda_code.shape_for(rows) for rows in range(1, self.max_batch + 1)}
+        self._samplers = {each: cuda_code.kernel("sampler", "sample_rows", logits, each) for each in shapes}
+        self._logprobs: Kernel | None = None
+        if self._most_top is not None:
+            shape = cuda_code.shape_for(cuda_code.MOST_SOME)
+            self._logprobs = cuda_code.kernel("logprobs", "log_probabilities", logits, shape)
+        slots = cuda_code.module("slots", logits, cuda_code.WITHOUT_CLUSTERS)
+        self._admit, self._release = slots.get_function("admit_row"), slots.get_function("release_row")
+
+    @property
+    def history(self) -> tuple[Any, Any]:
+        """Device arrays by slot: rows u8[slots, ROW.itemsize], tokens i32[slots, max_length]."""
+        return self._tables.rows, self._tables.tokens
 
     def admit(self, slot: int, params: RowParams, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
         """Start a row; ``output`` holds the tokens it had already generated when it resumes."""
@@ -234,44 +224,57 @@ class BatchedSampler:
             flag = self._tables.rows[slot, MASKED_AT : MASKED_AT + 4]
             cp.cuda.runtime.memsetAsync(flag.data.ptr, int(bool(parts)), 4, self.stream.ptr)
 
-    def enqueue(self, addresses: NDArray[np.uint64], slots: ArrayLike, next_ids: int = 0) -> Pending:
+    def enqueue(
+        self,
+        addresses: NDArray[np.uint64],
+        slots: ArrayLike,
+        next_ids: int = 0,
+        logprobs: ArrayLike | None = None,
+    ) -> Pending:
         """Sample rows whose logits lie at device ``addresses``, behind what the stream already holds.
 
         ``next_ids``: device address of i64[n], which receives the tokens as the model's next input; 0: none.
         Few different addresses: each has its own graphs. At most RESULT_BUFFERS steps may be outstanding.
-        Copies to the device only when the batch has changed.
+        ``logprobs``: i[n] how many top log-probabilities a row wants beside its token's, -1: not even that. A
+        step with any is two launches, else one. Copies to the device only when the batch has changed.
         """
-        rows, turn = bucket_of(len(addresses)), self._turn
-        self._place(addresses, np.asarray(slots, np.int64), rows)
+        turn, top = self._turn, np.full(len(addresses), -1) if logprobs is None else np.asarray(logprobs)
+        if (top > (-1 if self._most_top is None else self._most_top)).any():
+            raise ValueError(f"more log-probabilities than the {self._most_top} the sampler was made for")
+        self._place(addresses, np.asarray(slots, np.int64), top)
         self._turn = (turn + 1) % RESULT_BUFFERS
+        step = (bucket_of(len(addresses)), turn, next_ids, bool((top >= 0).any()))
         if self._graphs is None:
-            self._launch(rows, turn, next_ids)
+            self._launch(*step)
         else:
-            self._graph(rows, turn, next_ids).launch(self.stream)
+            self._graph(step).launch(self.stream)
         self._events[turn].record(self.stream)
-        return Pending(self._results[turn][: len(addresses)], self._events[turn])
+        return Pending(self._results[turn].of(len(addresses)), self._events[turn])
 
-    def _launch(self, rows: int, turn: int, next_ids: int) -> None:
-        pinned = np.uint64(self._results[turn].ctypes.data)
-        arguments = (self._entries, self._copies, pinned, np.uint64(next_ids), *self._parameters)
+    def _launch(self, rows: int, turn: int, next_ids: int, logprobs: bool) -> None:
+        results, drawn, top_ids, top = (np.uint64(each.ctypes.data) for each in self._results[turn])
+        arguments = (self._entries, self._copies, results, np.uint64(next_ids), *self._parameters)
         with self.stream:
-            (self._few if rows <= MOST_FEW else self._many).launch(rows, arguments)
+            self._samplers[cuda_code.shape_for(rows)].launch(rows, arguments)
+            if logprobs and self._logprobs is not None:
+                most = np.int32(self._most_top or 0)
+                self._logprobs.launch(rows, (self._entries, drawn, top_ids, top, most, *self._parameters))
 
-    def _graph(self, rows: int, turn: int, next_ids: int) -> Any:
+    def _graph(self, step: tuple[int, int, int, bool]) -> Any:
         assert self._graphs is not None
-        key = (rows, turn, next_ids)
-        if key not in self._graphs:
+        if step not in self._graphs:
             self.stream.begin_capture()
-            self._launch(*key)
-            self._graphs[key] = self.stream.end_capture()
-        return self._graphs[key]
+            self._launch(*step)
+            self._graphs[step] = self.stream.end_capture()
+        return self._graphs[step]
 
-    def _place(self, addresses: NDArray[np.uint64], slots: NDArray[np.int64], rows: int) -> None:
-        """The batch's entries on the device; what pads it to ``rows`` is no row."""
-        entries = np.zeros(rows, ENTRY)
+    def _place(self, addresses: NDArray[np.uint64], slots: NDArray[np.int64], top: NDArray[np.int64]) -> None:
+        """The batch's entries on the device; what pads it to a bucket is no row."""
+        entries = np.zeros(bucket_of(len(addresses)), ENTRY)
         entries["slot"] = -1
         real = entries[: len(addresses)]
         real["address"], real["slot"], real["edits"] = addresses, slots, self._edited[slots]
+        real["top"], real["keep"] = top, self._edited[slots] & (top >= 0)
         if not np.array_equal(entries, self._placed):
             self._entries[: entries.nbytes].set(entries.view(np.uint8), self.stream)
             self._placed = entries

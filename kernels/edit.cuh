@@ -12,6 +12,15 @@ struct Tables {
   int vocab_size, max_length, max_enders, max_biases;
 };
 
+// A row of a step.
+struct Entry {
+  u64 address;  // of its logits
+  int slot;     // -1: no row
+  signed char edits;  // whether its logits may need any: else they are read before the row's numbers are there
+  signed char keep;   // whether its logits must stay as they are: edits then happen on a copy
+  short top;    // how many of its most likely ids' log-probabilities are wanted beside its token's; -1: none at all
+};
+
 #define TABLE_PARAMETERS                                                                                     \
   Row *rows, int *tokens, int *seen, int *times, int *places, int *enders, int *bias_ids, float *bias, u32 *masks, \
       int vocab_size, int max_length

@@ -30,37 +30,43 @@ DEVICE float of_key(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffff
 DEVICE u64 rank_of(float z, u32 id) { return (u64)key_of(canonical(z)) << 32 | (u32)~id; }
 DEVICE u32 id_of(u64 rank) { return ~(u32)rank; }
 
-// Octaves below the maximum in 2^-24; 63 octaves (no mass) beyond what min_p keeps.
-struct Levels {
-  float top, scale, reach;
+// Octaves below the maximum over 64: a depth. 1 (no mass) there and beyond, and beyond what min_p keeps.
+struct Depths {
+  float top, scale, reach, scale64;
 
-  DEVICE Levels(float top, const Row& row) : top(top), scale(row.scale), reach(row.reach) {}
-  // Nothing infinite, nothing cut by min_p: four instructions do.
+  DEVICE Depths(float top, float scale, float reach)
+      : top(top), scale(scale), reach(reach), scale64(exact_mul(scale, 1.0f / 64)) {}
+  // Nothing infinite, nothing cut by min_p: two instructions do.
   DEVICE bool plain() const { return top < LARGEST && !(reach < INFINITE); }
 
-  template <bool PLAIN> DEVICE u32 of(float z) const {
-    if (PLAIN) {  // scaled by 2^24 before the product is rounded instead of after: no bit changes
-      float y = exact_mul(exact_sub(top, z), scale * 16777216.0f);
-      return (u32)__float2int_rn(fminf(y, 63.0f * 16777216.0f));
-    }
+  template <bool PLAIN> DEVICE float of(float z) const {
+    if (PLAIN) return exact_mul_up_to_1(exact_sub(top, z), scale64);
     float y = exact_mul(exact_sub(top, canonical(z)), scale);
     // Non-negative floats compare as integers, so that no denormal is flushed.
-    y = (int)__float_as_uint(y) <= (int)__float_as_uint(reach) ? fminf(y, 63.0f) : 63.0f;
-    return (u32)__float2int_rn(y * 16777216.0f);
+    return (int)__float_as_uint(y) <= (int)__float_as_uint(reach) ? exact_mul_up_to_1(y, 1.0f / 64) : 1.0f;
   }
-  DEVICE u32 of(float z) const { return of<false>(z); }
+  DEVICE float of(float z) const { return of<false>(z); }
 };
 
-// 2^42 * 2^-octaves: reference.masses.
-DEVICE u64 mass_of(u32 level) {
-  u32 part = level << 8;
-  u32 a = 39464787u - __umulhi(4032065u, part);
-  a = 237424600u - __umulhi(a, part);
-  a = 1031531698u - __umulhi(a, part);
-  a = 2977023306u - __umulhi(a, part);
-  a = 4294966974u - __umulhi(a, part);
-  return ((u64)(a >> 1) << 11) >> (level >> 24);
+// Adding it rounds to an integer, which is then found in the sum's low bits.
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23
+
+constexpr float DEEPEST = 43.0f / 64;  // from here on there is no mass
+
+// 2^42 * 2^-octaves: reference.masses, as the low bits of a double. The last bit of 1536.0 is worth 2^-42, the unit of
+// mass; BIAS is 1536.0's own bits.
+constexpr u64 BIAS = 0x4098000000000000ull;
+DEVICE u64 biased_mass(float depth) {
+  float rounded = __fmaf_rn(depth, 64.0f, ROUNDER), part = __fmaf_rn(depth, 64.0f, ROUNDER - rounded);
+  float a = __fmaf_rn(part, -0.00132647f, 0.00967151f);
+  a = __fmaf_rn(part, a, -0.05550734f);
+  a = __fmaf_rn(part, a, 0.24022242f);
+  a = __fmaf_rn(part, a, -0.69314698f);
+  a = __fmaf_rn(part, a, 1.0f);
+  float scaled = __uint_as_float(__float_as_uint(a) - (__float_as_uint(rounded) << 23));  // a * 2^-rounded
+  return (u64)__double_as_longlong(exact_double(scaled) + 1536.0);
 }
+DEVICE u64 mass_of(float depth) { return biased_mass(depth) - BIAS; }
 
 struct Uniforms { u64 first, second; };
 

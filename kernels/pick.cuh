@@ -42,10 +42,10 @@ template <class L> DEVICE float scan_share(const L& z, u32 rank) {
   return scan_vectors(z, rank * WIDTH + threadIdx.x % WIDTH + GROUPS * (threadIdx.x / WIDTH), GROUPS * DEPTH);
 }
 
-// What the mailbox waits for: all group maxima, and two keys of every 32 of them; or one key of every 32.
-DEVICE u32 mail_of(u32 rank) { return rank ? GROUPS / 32 * 4 : GROUPS * 4 + GROUPS / 32 * 8; }
+// What the mailbox waits for: two keys of every 32 groups, and in the first block all their maxima.
+DEVICE u32 mail_of(u32 rank) { return GROUPS / 32 * 8 + (rank ? 0 : GROUPS * 4); }
 
-// Maxima of all groups to the first block; every 32 groups' largest key to it or to all blocks, smallest to it.
+// Maxima of all groups to the first block; every 32 groups' largest and smallest key to it or to all blocks.
 DEVICE void share_maxima(float m, Shared& s, u32 rank, bool to_all) {
   if (DEPTH > 1) {
     s.depth[threadIdx.x] = m;
@@ -59,12 +59,13 @@ DEVICE void share_maxima(float m, Shared& s, u32 rank, bool to_all) {
   u32 key = m != m ? ~0u : key_of(canonical(m));
   u32 top = __reduce_max_sync(ALL_LANES, key);
   u32 bottom = __reduce_min_sync(ALL_LANES, key > MINUS_INFINITY_KEY ? key : ~0u);
-  if (lane() < (to_all ? CLUSTER : 1)) send(&s.tops[group >> 5], top, &s.mailbox, lane());
-  if (lane() == 0) send(&s.bottoms[group >> 5], bottom, &s.mailbox, 0);
+  if (lane() >= (to_all ? CLUSTER : 1)) return;
+  send(&s.tops[group >> 5], top, &s.mailbox, lane());
+  send(&s.bottoms[group >> 5], bottom, &s.mailbox, lane());
 }
 
-DEVICE u32 row_top_key(const Shared& s) { return __reduce_max_sync(ALL_LANES, s.tops[lane()]); }
-DEVICE u32 row_bottom_key(const Shared& s) { return __reduce_min_sync(ALL_LANES, s.bottoms[lane()]); }
+DEVICE u32 row_top_key(const Shared& s) { return __reduce_max_sync(ALL_LANES, s.tops[lane() % (GROUPS / 32)]); }
+DEVICE u32 row_bottom_key(const Shared& s) { return __reduce_min_sync(ALL_LANES, s.bottoms[lane() % (GROUPS / 32)]); }
 
 // ------------------------------------------------------------------------------------------- candidates
 
@@ -144,14 +145,21 @@ template <class L, class Visit> DEVICE void revisit(const L& z, Shared& s, float
   }
 }
 
+// Over the block's threads.
+DEVICE u64 block_max(u64 x, Shared& s) {
+  for (int step = 16; step > 0; step >>= 1) x = max(x, __shfl_xor_sync(ALL_LANES, x, step));
+  __syncthreads();
+  if (lane() == 0) s.warp_sums[0][warp()] = x;
+  __syncthreads();
+  for (int w = 0; w < WARPS; ++w) x = max(x, s.warp_sums[0][w]);
+  return x;
+}
+
 // Lowest id among the entries of the highest value, into s.token.
 template <class L> DEVICE void greedy(const L& z, Shared& s, u32 top) {
   u64 best = 0;
   revisit(z, s, bound_of(top), [&](float x, int id) { best = max(best, rank_of(x, id)); });
-  for (int step = 16; step > 0; step >>= 1) best = max(best, __shfl_xor_sync(ALL_LANES, best, step));
-  if (lane() == 0) s.warp_sums[0][warp()] = best;
-  __syncthreads();
-  for (int w = 0; w < WARPS; ++w) best = max(best, s.warp_sums[0][w]);
+  best = block_max(best, s);
   if (threadIdx.x == 0) s.token = (int)id_of(best);
   __syncthreads();
 }
@@ -180,11 +188,11 @@ DEVICE int draw_sorted(const Shared& s, int n, u64 uniform) {
 // alone, exactly what it keeps.
 template <class L> DEVICE void draw_from_candidates(const L& z, Shared& s, u32 top_key, u64 uniform) {
   const Row& row = s.row;
-  Levels levels(of_key(top_key), row);
+  Depths depths(of_key(top_key), row.scale, row.reach);
   if (row.top_k) {
     find_bound(s, top_key, row.top_k);
   } else {
-    if (warp() == 0) s.bound = first_key(levels, top_key, (42u << 24) - 1);
+    if (warp() == 0) s.bound = first_key(top_key, [&](float z) { return depths.of(z) < DEEPEST; });
     __syncthreads();
   }
   int n = collect_candidates(z, s);
@@ -193,7 +201,7 @@ template <class L> DEVICE void draw_from_candidates(const L& z, Shared& s, u32 t
   } else {
     sort_best_first(s, n);
     n = row.top_k ? min(row.top_k, n) : n;
-    weigh_sorted(s, n, n, levels);
+    weigh_sorted(s, n, n, depths);
     if (warp() == 0) {
       int token = draw_sorted(s, n, uniform);
       if (lane() == 0) s.token = token;

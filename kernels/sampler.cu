@@ -10,12 +10,6 @@
 #include "edit.cuh"
 #include "wide.cuh"
 
-struct Entry {
-  u64 address;
-  int slot;
-  int edits;  // whether the row's logits may need any: else they are read before the row's numbers are there
-};
-
 // Enters one output token into a penalised row's history.
 DEVICE void see(const Tables& t, int slot, Row& row, int token) {
   u64 history = (u64)slot * t.max_length;
@@ -76,30 +70,28 @@ template <class L> DEVICE bool pick(const L& z, float m, Shared& s, u32 rank) {
   }
   __syncthreads();
   Team team = {rank, first_alone ? 1u : (u32)CLUSTER};
-  Levels levels(of_key(top_key), row);
+  Depths depths(of_key(top_key), row.scale, row.reach);
   u64 uniform = s.uniform.first;
   bool few = first_alone || (row.top_k == 0 && row.reach < INFINITE);
   if (row.kind == GREEDY) {
     greedy(z, s, top_key);
   } else if (row.kind == BY_ID) {
-    draw_by_id(z, s, team, levels);
+    draw_by_id(z, s, team, depths);
   } else if (!few || !try_candidates(z, s, team, top_key, uniform)) {
-    fill_bins(z, s, team, levels);
-    if (row.top_k == 0) draw_together(z, s, team, levels, top_key, uniform);
-    else if (rank == 0) draw_alone(z, s, levels, uniform);
+    if (row.top_k == 0) draw_together(z, s, team, depths, uniform);
+    else if (rank == 0) draw_alone(z, s, depths, uniform);
   }
   return true;
 }
 
-// Edits of fp16 and bf16 rows happen on an fp32 copy: rounding them back would change what the row means.
-template <class Type> DEVICE float* editable(const Logits<Type>& z, float* copy, u32 rank) {
-  if constexpr (sizeof(typename Type::Stored) == sizeof(float)) {
-    return const_cast<float*>(z.row);
-  } else {
-    for (int id = rank * THREADS + threadIdx.x; id < z.size; id += CLUSTER * THREADS) copy[id] = z.at(id);
-    cluster_sync();
-    return copy;
-  }
+// Where a row's edits happen: in place, or on an fp32 copy. Rounding the edits of an fp16 or bf16 row back would change
+// what they mean, and some rows' own logits are wanted afterwards.
+template <class Type> DEVICE float* editable(const Logits<Type>& z, bool keep, float* copy, u32 rank) {
+  if constexpr (sizeof(typename Type::Stored) == sizeof(float))
+    if (!keep) return const_cast<float*>(z.row);
+  for (int id = rank * THREADS + threadIdx.x; id < z.size; id += CLUSTER * THREADS) copy[id] = z.at(id);
+  cluster_sync();
+  return copy;
 }
 
 // The row's numbers into shared memory, from the registers they were loaded into; whether the row still runs.
@@ -110,29 +102,32 @@ DEVICE bool take_numbers(Shared& s, u32 number) {
   return s.row.status == RUNNING;
 }
 
+// The row's numbers arrive while its logits are read.
+template <class L> DEVICE bool scan_and_pick(const L& z, Shared& s, u32 number, u32 rank) {
+  float m = scan_share(z, rank);
+  return take_numbers(s, number) && pick(z, m, s, rank);
+}
+
 template <class Type>
 DEVICE bool sample_row(const Logits<Type>& z, const Entry& entry, const Tables& t, float* copies, Shared& s, u32 number) {
   u32 rank = cluster_rank();
+  float* edited = nullptr;
   if (threadIdx.x == 0) {
     s.flags = 0;
     open_mailbox(&s.mailbox, mail_of(rank));
   }
-  if (entry.edits) mailboxes_arrive_with_writes();  // the edits add to everyone's flags
-  else mailboxes_arrive();
   if (entry.edits) {
+    mailboxes_arrive_with_writes();  // the edits add to everyone's flags
     if (!take_numbers(s, number)) return false;
     mailboxes_wait();
-    float* row = editable(z, copies + (u64)entry.slot * z.size, rank);
-    edit(row, t, entry.slot, s, rank);
-    mailboxes_arrive();
-    if constexpr (sizeof(typename Type::Stored) < sizeof(float)) {
-      Logits<Float32> edited(row, z.size);
-      return pick(edited, scan_share(edited, rank), s, rank);
-    }
+    edited = editable(z, entry.keep, copies + (u64)entry.slot * z.size, rank);
+    edit(edited, t, entry.slot, s, rank);
   }
-  float m = scan_share(z, rank);  // without edits, the row's numbers arrive meanwhile
-  if (!entry.edits && !take_numbers(s, number)) return false;
-  return pick(z, m, s, rank);
+  mailboxes_arrive();
+  if constexpr (sizeof(typename Type::Stored) == sizeof(float))
+    return scan_and_pick(Logits<Type>(edited ? edited : z.row, z.size), s, number, rank);
+  else
+    return edited ? scan_and_pick(Logits<Float32>(edited, z.size), s, number, rank) : scan_and_pick(z, s, number, rank);
 }
 
 extern "C" __global__ void CLUSTER_DIMENSIONS __launch_bounds__(THREADS, BLOCKS)
@@ -150,5 +145,3 @@ sample_rows(const Entry* entries, float* copies, int2* results, long long* next_
     finish(t, entry.slot, s, picked, ender, results + blockIdx.y, next_ids ? next_ids + blockIdx.y : nullptr);
   }
 }
-
-extern "C" __device__ const int shared_bytes = sizeof(Shared);

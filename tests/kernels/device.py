@@ -22,11 +22,16 @@ class OnDevice:
     """cuda.BatchedSampler fed from host memory; ``offset`` entries of misalignment before the first row."""
 
     def __init__(
-        self, max_batch: int, vocab_size: int, max_length: int, kind: Any = "float32", graphs: bool = True
+        self,
+        max_batch: int,
+        vocab_size: int,
+        max_length: int,
+        kind: Any = "float32",
+        **options: Any,
     ) -> None:
         from kernels import cuda
 
-        self.sampler = cuda.BatchedSampler(max_batch, vocab_size, max_length, logits=kind, graphs=graphs)
+        self.sampler = cuda.BatchedSampler(max_batch, vocab_size, max_length, logits=kind, **options)
         self.kind, self.offset = kind, 0
         self.admit, self.release, self.set_mask = (
             self.sampler.admit,
@@ -45,6 +50,7 @@ class OnDevice:
         room = cp.empty(stored.size + 4, stored.dtype)
         view = room[self.offset : self.offset + stored.size].reshape(stored.shape)
         view.set(stored)
+        cp.cuda.get_current_stream().synchronize()  # the sampler's stream does not wait for this one
         return view
 
     def step(self, logits: NDArray[np.float32], slots: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:

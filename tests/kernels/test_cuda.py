@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(3600)]
 
 # LIVEBATCH_TWIN_ROWS=100000 is the full run.
 ROWS = int(os.environ.get("LIVEBATCH_TWIN_ROWS", "5000"))
-BATCH, STEPS = 64, 3
+BATCH = 64
+SIZES = (64, 31, 7)  # rows of a step: each is spread over the device in another shape
 SHARES = {
     2: 0.08, 3: 0.08, 50: 0.25, 1000: 0.35, 5000: 0.1, 32000: 0.03, 49152: 0.03, 50257: 0.03, 128256: 0.01,
     151936: 0.01, 201088: 0.01, 262144: 0.01,
@@ -30,10 +31,10 @@ def test_random_rows(vocab_size: int, kind: str) -> None:
     rng = np.random.default_rng(vocab_size)
     twins = (cpu.BatchedSampler(BATCH, vocab_size, 64), OnDevice(BATCH, vocab_size, 64, kind))
     share = SHARES[vocab_size] * (0.6 if kind == "float32" else 0.2)
-    for _ in range(max(1, round(ROWS * share / BATCH / STEPS))):
+    for _ in range(max(1, round(ROWS * share / sum(SIZES)))):
         admit_all(rng, vocab_size, twins)
-        for _ in range(STEPS):
-            check_step(rng, vocab_size, twins)
+        for size in SIZES:
+            check_step(rng, vocab_size, twins, size)
         for slot in range(BATCH):
             for twin in twins:
                 twin.release(slot)
@@ -49,9 +50,9 @@ def admit_all(rng: np.random.Generator, vocab_size: int, twins: Any) -> None:
                 twin.set_mask(slot, grammar)
 
 
-def check_step(rng: np.random.Generator, vocab_size: int, twins: Any) -> None:
-    slots = rng.permutation(BATCH)
-    logits = np.full((BATCH, vocab_size + int(rng.integers(6))), 1e9, np.float32)
+def check_step(rng: np.random.Generator, vocab_size: int, twins: Any, size: int) -> None:
+    slots = rng.permutation(BATCH)[:size]
+    logits = np.full((size, vocab_size + int(rng.integers(6))), 1e9, np.float32)
     logits[:, :vocab_size] = [logits_row(rng, vocab_size) for _ in slots]
     twins[1].offset = int(rng.integers(4))
     logits = rounded(logits, twins[1].kind)
@@ -60,26 +61,29 @@ def check_step(rng: np.random.Generator, vocab_size: int, twins: Any) -> None:
     np.testing.assert_array_equal(got[1], expected[1])
 
 
-FLAT = [
-    RowParams(max_tokens=40, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
-    for seed, (top_k, top_p, min_p, temperature) in enumerate(
-        [(0, 0.9, 0, 1), (0, 1, 1e-9, 1), (600, 0.9, 0, 1), (5000, 1, 0, 1), (512, 1, 0, 2), (50, 1, 0, 1)]
-    )
-]
+FLAT: list[tuple[int, float, float, float]] = [  # top_k, top_p, min_p, temperature
+    (0, 0.9, 0, 1), (0, 1, 1e-9, 1), (600, 0.9, 0, 1), (5000, 1, 0, 1), (512, 1, 0, 2), (50, 1, 0, 1),
+    (0, 0.99, 0, 0.8), (0, 0.9999, 0, 0.8), (0, 0.95, 0.001, 1), (0, 0.3, 0, 0.3), (0, 0.9, 0, 100),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("spread", [0.0, 1e-7, 0.01, 0.5, 3.0])
-def test_what_candidates_cannot_settle(spread: float) -> None:
-    """Ties by the thousand, and nuclei of most of the vocabulary: bins, and their splitting, on purpose."""
+@pytest.mark.parametrize("rows", [7, 22, 44])
+@pytest.mark.parametrize("spread", [0.0, 1e-7, 0.01, 0.5, 3.0, 8.0])
+def test_what_candidates_cannot_settle(spread: float, rows: int) -> None:
+    """Ties by the thousand, nuclei of most of the vocabulary, deep ones: bins, split ones too, on purpose."""
     vocab_size = 60_000
-    twins = (cpu.BatchedSampler(len(FLAT), vocab_size, 64), OnDevice(len(FLAT), vocab_size, 64))
-    for slot, params in enumerate(FLAT):
+    twins = (cpu.BatchedSampler(rows, vocab_size, 64), OnDevice(rows, vocab_size, 64))
+    for slot in range(rows):
+        top_k, top_p, min_p, temperature = FLAT[slot % len(FLAT)]
+        params = RowParams(
+            max_tokens=40, seed=slot, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature
+        )
         for twin in twins:
             twin.admit(slot, params, [1])
     rng = np.random.default_rng(5)
-    for _ in range(10):
-        logits = (8 + spread * rng.normal(size=(len(FLAT), vocab_size))).astype(np.float32)
-        expected, got = (twin.step(logits, np.arange(len(FLAT))) for twin in twins)
+    for _ in range(3):
+        logits = (8 + spread * rng.normal(size=(rows, vocab_size))).astype(np.float32)
+        expected, got = (twin.step(logits, np.arange(rows)) for twin in twins)
         np.testing.assert_array_equal(got[0], expected[0])
 
 
@@ -137,23 +141,29 @@ class Counted:
         self.kernel.launch(rows, arguments)
 
 
-def test_a_step_is_one_launch_and_allocates_nothing() -> None:
+@pytest.mark.parametrize("logprobs", [None, 4])
+def test_launches_are_counted_and_nothing_is_allocated(logprobs: int | None) -> None:
+    """One launch a step, two where a row wants log-probabilities, over 1,000 steps."""
     import cupy as cp
 
     rows, vocab_size = 12, 5000
-    device = OnDevice(rows, vocab_size, 4096, graphs=False)
+    device = OnDevice(rows, vocab_size, 4096, graphs=False, logprobs=logprobs)
     mixed(device, rows)
     logits = cp.random.default_rng(3).standard_normal((rows, vocab_size), dtype=cp.float32)
     addresses = logits.data.ptr + np.arange(rows, dtype=np.uint64) * np.uint64(4 * vocab_size)
     launches: list[int] = []
-    for name in ("_few", "_many"):
-        setattr(device.sampler, name, Counted(getattr(device.sampler, name), launches))
+    for shape, kernel in device.sampler._samplers.items():
+        device.sampler._samplers[shape] = Counted(kernel, launches)
+    if logprobs:
+        device.sampler._logprobs = Counted(device.sampler._logprobs, launches)
     pool = cp.get_default_memory_pool()
     before = (pool.used_bytes(), pool.total_bytes())
     for step in range(1000):
         n = 1 + step % rows
-        device.sampler.enqueue(addresses[:n], np.arange(n)).wait()
-    assert len(launches) == 1000
+        wanted = np.arange(n) % 6 - 1 if logprobs and step % 2 else None
+        device.sampler.enqueue(addresses[:n], np.arange(n), logprobs=wanted).wait()
+    asked = sum(1 + step % rows > 1 for step in range(1, 1000, 2)) if logprobs else 0
+    assert len(launches) == 1000 + asked
     assert (pool.used_bytes(), pool.total_bytes()) == before
 
 
@@ -196,3 +206,59 @@ def test_a_vocabulary_too_large_is_refused() -> None:
 
     with pytest.raises(ValueError, match="exceeds"):
         cuda.BatchedSampler(1, (1 << 18) + 1, 64)
+
+
+# ------------------------------------------------------------------------- log-probabilities
+
+WANTED = np.array([20, -1, 0, 1, 7, 20, 20, 3, 20, 20, -1, 20])
+EDITS: dict[str, Any] = {"banned_ids": (1,), "repetition_penalty": 1.5, "logit_bias": ((0, 3.0),)}
+
+
+def ugly(rng: np.random.Generator, vocab_size: int) -> np.ndarray:
+    """Rows of which some have ties by the thousand, and some less than 20 finite entries."""
+    z = rng.normal(0, 4, (len(WANTED), vocab_size)).astype(np.float32)
+    z[5], z[6] = np.round(z[5]), 3.0
+    z[7:9] = np.where(rng.random((2, vocab_size)) < 10 / vocab_size, z[7:9], -np.inf)
+    z[7:9, 2], z[9, 3:5] = 1.0, np.inf
+    return z
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("vocab_size", [50, 1000, 5003, 128256])
+def test_logprobs_are_the_cpu_twins(vocab_size: int, kind: str) -> None:
+    """Of the raw logits, whatever edits a row has; and asking changes no token."""
+    rng, rows = np.random.default_rng(vocab_size), len(WANTED)
+    plain, asking = OnDevice(rows, vocab_size, 64, kind), OnDevice(rows, vocab_size, 64, kind, logprobs=20)
+    for slot in range(rows):
+        edits = EDITS if slot % 2 else {}
+        for each in (plain, asking):
+            each.admit(slot, RowParams(max_tokens=9, seed=slot, top_k=40 * (slot % 3), **edits), [1, 2])
+    for _ in range(4):
+        slots = rng.permutation(rows)
+        z = rounded(ugly(rng, vocab_size), kind)
+        plain.offset = asking.offset = int(rng.integers(4))
+        logits, wanted = asking.upload(z), np.minimum(WANTED, vocab_size)
+        addresses = logits.data.ptr + np.arange(rows, dtype=np.uint64) * np.uint64(logits.strides[0])
+        pending = asking.sampler.enqueue(addresses, slots, logprobs=wanted)
+        tokens, _ = pending.wait()
+        np.testing.assert_array_equal(tokens, plain.step(z, slots)[0])
+        got = pending.logprobs()
+        for row in np.flatnonzero(wanted >= 0):
+            check_logprobs(got, row, cpu.logprobs(z[row : row + 1], tokens[row : row + 1], wanted[row]))
+
+
+def check_logprobs(got: Any, row: int, expected: Any) -> None:
+    count = expected.top.shape[1]
+    np.testing.assert_array_equal(got.top_ids[row, :count], expected.top_ids[0])
+    np.testing.assert_allclose(got.top[row, :count], expected.top[0], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(got.token[row], expected.token[0], rtol=0, atol=2e-6)
+
+
+def test_more_logprobs_than_provided_for_are_refused() -> None:
+    device = OnDevice(1, 100, 64)
+    device.admit(0, RowParams(max_tokens=9), [1])
+    logits = device.upload(np.zeros((1, 100), np.float32))
+    with pytest.raises(ValueError, match="log-probabilities"):
+        device.sampler.enqueue(np.array([logits.data.ptr], np.uint64), [0], logprobs=[0])
+    with pytest.raises(ValueError, match="at most"):
+        OnDevice(1, 100, 64, logprobs=101)

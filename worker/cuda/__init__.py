@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from producer.errors import UsageError
 
 if TYPE_CHECKING:
-    from kernels.cuda import BatchedSampler, LogitsType
+    from kernels.cuda import BatchedSampler
+    from kernels.cuda_code import LogitsType
     from worker.cuda.model import CudaModel
     from worker.folder import ModelFolder
     from worker.settings import EngineSettings
