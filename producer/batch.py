@@ -61,7 +61,7 @@ class Progress:
     already: int = 0  # an earlier submission of this batch had added them
     failed: int = 0  # bad lines: each has an error result already
     fraction: float | None = None  # of the input's bytes; None where its size is unknown
-    holding: bool = False  # Redis is nearly full: waiting for workers to make room
+    holding: str = ""  # why it waits for workers just now; "": it does not
 
     @property
     def rows(self) -> int:

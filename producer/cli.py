@@ -23,7 +23,7 @@ from producer.errors import LivebatchError, StoreError, UsageError
 from producer.following import Follower, open_sink, queued_line, say
 
 if TYPE_CHECKING:
-    from producer.batch import Batch, BatchStatus
+    from producer.batch import Batch, BatchStatus, Progress
     from producer.jsonl import BadRow
     from producer.progress import Display
 
@@ -87,6 +87,11 @@ Errors = Annotated[
 ]
 
 
+Release = Annotated[
+    bool, typer.Option("--release", help="Delete each row from Redis once its result is in OUT.")
+]
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -127,6 +132,13 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     errors_file: Errors = None,
     strict: Annotated[bool, typer.Option("--strict", help="Queue nothing if any line is bad.")] = False,
     format: Format = "jsonl",
+    max_queued_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-queued-bytes", metavar="SIZE", help="Most that waits in Redis at a time, such as 512M."
+        ),
+    ] = None,
+    release: Release = False,
     keep_days: Annotated[float, typer.Option(min=0.01, help="How long Redis keeps a row's result.")] = 7.0,
     as_json: Json = False,
     redis: Redis = None,
@@ -137,19 +149,32 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     producer submit prompts.jsonl more/*.jsonl.gz
     producer submit prompts.jsonl --wait -o results.jsonl --errors-file failed.jsonl
     cat prompts.txt | producer submit - --format text --batch-id monday
+    producer submit huge.jsonl --max-queued-bytes 1G --wait -o out.jsonl --release
     """
     from producer.client import Client, new_batch_id
     from producer.output import Style
+    from producer.sizes import parse_bytes
 
     _check_submit_flags(wait, out, errors_file, as_json)
+    _check_release(release, out)
+    most = None if max_queued_bytes is None else parse_bytes(max_queued_bytes, "--max-queued-bytes")
     client = Client(redis, keep_seconds=_keep_seconds(keep_days))
     batch_id = new_batch_id() if batch_id is None else batch_id
     again = ["producer", "submit", *files, "--batch-id", batch_id, "--queue", queue, "--format", format]
-    collect = ["producer", "results", batch_id, "--follow", *_output_flags(out, ordered, flat, errors_file)]
+    again += ["--max-queued-bytes", max_queued_bytes] if max_queued_bytes else []
+    flags = _output_flags(out, ordered, flat, errors_file, release)
+    collect = ["producer", "results", batch_id, "--follow", *flags]
     with (
         open_sink(out, batch_id, Style(ordered, flat), errors_file) as sink,
         _display(out or not wait) as show,
     ):
+        follower = Follower(client, batch_id, sink, show, release)
+
+        def progressed(progress: Progress) -> None:
+            show.queueing(progress)
+            if wait and not ordered:
+                follower.gather()
+
         with _interruptible(f"queue the rest with: {shlex.join(again)}"):
             batch = client.submit(
                 files,
@@ -157,11 +182,11 @@ def submit(  # noqa: PLR0917 - Typer passes by name
                 batch_id=batch_id,
                 format=format,
                 strict=strict,
-                on_progress=show.queueing,
+                max_queued_bytes=most,
+                on_progress=progressed,
                 on_bad=_Problems().add,
                 on_warning=_warn,
             )
-        follower = Follower(client, batch_id, sink, show)
         if wait:
             say(f"batch {batch_id}: {queued_line(batch)}")
             with _interruptible(f"batch {batch_id} goes on; come back with: {shlex.join(collect)}"):
@@ -181,6 +206,7 @@ def results(  # noqa: PLR0917 - Typer passes by name
     ordered: Ordered = False,
     flat: Flat = False,
     errors_file: Errors = None,
+    release: Release = False,
     redis: Redis = None,
 ) -> None:
     """Print the result of each row that has ended, or write it to OUT.
@@ -194,6 +220,7 @@ def results(  # noqa: PLR0917 - Typer passes by name
     from producer.client import Client
     from producer.output import Style
 
+    _check_release(release, out)
     client = Client(redis)
     client.status(batch)  # no such batch: no output file
     with (
@@ -201,7 +228,7 @@ def results(  # noqa: PLR0917 - Typer passes by name
         open_sink(out, batch, Style(ordered, flat), errors_file) as sink,
         _display(out) as show,
     ):
-        follower = Follower(client, batch, sink, show)
+        follower = Follower(client, batch, sink, show, release)
         follower.run(follow=follow, ordered=ordered)
     status = client.status(batch)
     say(follower.summary(status, out, errors_file))
@@ -359,6 +386,11 @@ def _check_submit_flags(wait: bool, out: Path | None, errors: Path | None, as_js
         raise UsageError("--wait --json needs -o OUT: the results would mix with the JSON on standard output")
 
 
+def _check_release(release: bool, out: Path | None) -> None:
+    if release and out is None:
+        raise UsageError("--release needs -o OUT: what is only printed could be lost on its way")
+
+
 def _keep_seconds(days: float) -> int:
     if not days <= MAX_KEEP_DAYS:  # NaN too
         raise UsageError(f"--keep-days wants at most {MAX_KEEP_DAYS:,} days, not {days:g}")
@@ -380,11 +412,13 @@ def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:
     raise typer.Exit(Exit.FAILED if batch.failed else Exit.OK)
 
 
-def _output_flags(out: Path | None, ordered: bool, flat: bool, errors: Path | None) -> list[str]:
+def _output_flags(
+    out: Path | None, ordered: bool, flat: bool, errors: Path | None, release: bool
+) -> list[str]:
     """The flags under which another command goes on with the same output."""
     words = ["-o", str(out)] if out else []
     words += ["--errors-file", str(errors)] if errors else []
-    return words + ["--ordered"] * ordered + ["--flat"] * flat
+    return words + ["--ordered"] * ordered + ["--flat"] * flat + ["--release"] * release
 
 
 class _Problems:

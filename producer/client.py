@@ -74,6 +74,7 @@ class Client:
         batch_id: str | None = None,
         format: Format = "jsonl",
         strict: bool = False,
+        max_queued_bytes: int | None = None,
         on_progress: OnProgress = _ignore,
         on_bad: OnBad = _ignore,
         on_warning: OnWarning = _ignore,
@@ -82,6 +83,7 @@ class Client:
 
         Submitting the same files again under the same ``batch_id`` adds only what is missing. A bad line gets
         an error result; with ``strict`` a bad line refuses all (BadLinesError), ``on_bad`` seeing each.
+        ``max_queued_bytes`` bounds what waits of the batch in Redis: beyond it the call waits for workers.
         ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server.
         """
         from producer import sources
@@ -96,6 +98,7 @@ class Client:
                 queue=queue,
                 batch_id=batch_id,
                 format=format,
+                max_queued_bytes=max_queued_bytes,
                 on_progress=on_progress,
                 on_warning=on_warning,
             )
@@ -106,6 +109,7 @@ class Client:
         *,
         queue: str = DEFAULT_QUEUE,
         batch_id: str | None = None,
+        max_queued_bytes: int | None = None,
         on_progress: OnProgress = _ignore,
         on_warning: OnWarning = _ignore,
     ) -> Batch:
@@ -126,6 +130,7 @@ class Client:
                 queue=queue,
                 batch_id=batch_id,
                 format="jsonl",
+                max_queued_bytes=max_queued_bytes,
                 on_progress=on_progress,
                 on_warning=on_warning,
             )
@@ -189,6 +194,17 @@ class Client:
         for page in self.pages(batch_id, follow=follow, ordered=ordered, cursor=cursor):
             yield from page.results
 
+    def release(self, batch_id: str, job_ids: Sequence[str]) -> None:
+        """Delete from Redis the jobs and results of ended rows, once they are read and kept elsewhere.
+
+        The batch goes on to know that the rows were there and ended: nothing is queued or counted twice.
+        """
+        store = self._store
+        with connection.explained(self.url):
+            from producer.completions import release
+
+            release(store, store.record(batch_id), job_ids)
+
     def cancel(self, batch_id: str) -> BatchStatus:
         """End every row that has not ended: queued ones here and now, running ones by their workers."""
         store = self._store
@@ -227,6 +243,7 @@ class Client:
         queue: str,
         batch_id: str | None,
         format: Format,
+        max_queued_bytes: int | None,
         on_progress: OnProgress,
         on_warning: OnWarning,
     ) -> Batch:
@@ -239,7 +256,7 @@ class Client:
         with connection.explained(self.url):
             _require_same(self._store.create(record), record)
             rows = read_all(found, record.id, format, on_warning, progress)
-            self._enqueue(record, rows, progress, on_progress)
+            self._enqueue(record, rows, progress, on_progress, max_queued_bytes)
             if stamps != list(map(sources.stamp, found)):
                 raise UsageError(CHANGED.format(id=record.id))
             self._store.set_state(record.id, "closed")
@@ -247,19 +264,24 @@ class Client:
         return Batch(id=record.id, queue=record.queue, **done)
 
     def _enqueue(
-        self, record: Record, rows: Iterator[Request | BadRow], progress: Progress, on_progress: OnProgress
+        self,
+        record: Record,
+        rows: Iterator[Request | BadRow],
+        progress: Progress,
+        on_progress: OnProgress,
+        max_queued_bytes: int | None,
     ) -> None:
         """Add ``rows`` to the batch; ``progress`` counts what became of them."""
         from producer.enqueue import Enqueuer, chunks
 
-        def hold() -> None:
-            progress.holding = True
+        def hold(why: str) -> None:
+            progress.holding = why
             on_progress(progress)
 
-        enqueuer = Enqueuer(self._store, record, hold)
-        for chunk in chunks(rows):
+        enqueuer = Enqueuer(self._store, record, hold, max_queued_bytes)
+        for chunk in chunks(rows, max_queued_bytes):
             progress.add(enqueuer.add(chunk))
-            progress.holding = False
+            progress.holding = ""
             on_progress(progress)
 
 

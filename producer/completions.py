@@ -1,6 +1,7 @@
 """Ends of rows, read from a batch's log exactly once and in order, each with its result.
 
-Owns cursors, waiting for the next end, input order, and fetching results from RQ. Must not know files.
+Owns cursors, waiting for the next end, input order, fetching results from RQ and deleting them there. Must
+not know files.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rq.job import Job
+from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
 from rq.results import Result as JobResult
 
 from producer.batch import BatchStatus, Record
@@ -86,6 +89,18 @@ def fetch(store: Store, record: Record, entries: Sequence[LogEntry]) -> list[Res
     return [
         replace(what, custom_id=names.get(what.job_id, what.custom_id)) if names else what for what in found
     ]
+
+
+def release(store: Store, record: Record, job_ids: Sequence[str]) -> None:
+    """Delete the RQ jobs of ended rows and their results. Failed rows' results stand in the log, and stay."""
+    if not job_ids:
+        return
+    keys = [key for job_id in job_ids for key in (Job.key_for(job_id), JobResult.get_key(job_id))]  # type: ignore[no-untyped-call]
+    with store.connection.pipeline(transaction=False) as pipe:
+        for registry in (FinishedJobRegistry, FailedJobRegistry, CanceledJobRegistry):
+            pipe.zrem(registry(record.queue, connection=store.connection).key, *job_ids)
+        pipe.unlink(*keys)
+        pipe.execute()
 
 
 def _decode(entry: LogEntry, stream: Any) -> Result:

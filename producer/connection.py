@@ -107,7 +107,7 @@ def _explain(error: Exception, url: str) -> str:
         return f"cannot reach Redis at {url}: {why}. {advice}"
     if isinstance(error, exceptions.OutOfMemoryError):
         return (
-            f"Redis at {url} is full: give it more maxmemory, or fetch and release results. Nothing was lost"
+            f"Redis at {url} is full: give it more maxmemory, or collect results with --release. Nothing was lost"
         )
     return f"Redis at {url} refused a command: {error}"
 
@@ -119,9 +119,9 @@ def check_server(connection: Redis) -> list[str]:
     """
     info: dict[str, Any] = connection.info()
     policy = str(info.get("maxmemory_policy", "noeviction"))
-    if policy.startswith("allkeys"):
+    if policy != "noeviction":
         raise StoreError(
-            f"Redis evicts keys ({policy}): rows would vanish without a trace. "
+            f"Redis evicts keys when it is full ({policy}): {_evicted(policy)} would vanish without a trace. "
             "Set it to refuse writes instead: redis-cli CONFIG SET maxmemory-policy noeviction"
         )
     if info.get("cluster_enabled"):
@@ -131,8 +131,13 @@ def check_server(connection: Redis) -> list[str]:
     return []
 
 
+def _evicted(policy: str) -> str:
+    """What such a Redis drops: any key, or those with a TTL, which rows get when they end."""
+    return "results that nobody has read yet" if policy.startswith("volatile") else "rows"
+
+
 def memory_used(connection: Redis) -> float:
-    """Used share of maxmemory, 0 to about 1; 0 where there is no limit."""
+    """Used share of maxmemory, or where there is none of the machine's memory: 0 to about 1."""
     info: dict[str, Any] = connection.info("memory")
-    limit = int(info.get("maxmemory") or 0)
+    limit = int(info.get("maxmemory") or info.get("total_system_memory") or 0)
     return int(info["used_memory"]) / limit if limit else 0.0

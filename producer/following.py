@@ -19,6 +19,7 @@ from producer.errors import UsageError
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus
     from producer.client import Client
+    from producer.completions import Page
     from producer.output import ResultFile, Style
     from producer.progress import Display
     from producer.wire import Result
@@ -66,10 +67,21 @@ def open_sink(
 
 
 class Follower:
-    """Writes a batch's results to ``sink``, shows progress, and remembers what the failures were."""
+    """Writes a batch's results to ``sink``, shows progress, and remembers what the failures were.
 
-    def __init__(self, client: Client, batch_id: str, sink: ResultFile | Stdout, show: Display) -> None:
+    ``release``: what is written is deleted from Redis.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        batch_id: str,
+        sink: ResultFile | Stdout,
+        show: Display,
+        release: bool = False,
+    ) -> None:
         self._client = client
+        self._release = release
         self._batch_id = batch_id
         self._sink = sink
         self._show = show
@@ -81,13 +93,16 @@ class Follower:
         for page in self._client.pages(
             self._batch_id, follow=follow, ordered=ordered, cursor=self._sink.cursor
         ):
-            self._sink.expect(page.status.created)
-            self._sink.write(page.results, page.cursor)
-            self._failures.update(result.failure.code for result in page.results if result.failure)
+            self._take(page)
             self._show.running(page.status)
             if page.status.waiting and time.monotonic() > look_at:
                 look_at = math.inf
                 self._look_for_workers(page.status)
+
+    def gather(self) -> None:
+        """Take what has ended so far, while rows are still being queued."""
+        for page in self._client.pages(self._batch_id, cursor=self._sink.cursor):
+            self._take(page)
 
     def summary(self, status: BatchStatus, out: Path | None, errors: Path | None) -> str:
         """``20 completed, 4 failed -> results.jsonl``, and which failures those were."""
@@ -96,6 +111,13 @@ class Follower:
         where = f" -> {out}" if out else ""
         where += f", failed rows -> {errors}" if errors else ""
         return f"{counts}{where}{self._reasons(status)}"
+
+    def _take(self, page: Page) -> None:
+        self._sink.expect(page.status.created)
+        self._sink.write(page.results, page.cursor)
+        self._failures.update(result.failure.code for result in page.results if result.failure)
+        if self._release:  # a kill before this leaves one page to its TTL
+            self._client.release(self._batch_id, [result.job_id for result in page.results])
 
     def _reasons(self, status: BatchStatus) -> str:
         if not self._failures:

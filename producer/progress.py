@@ -66,7 +66,7 @@ def describe_queueing(progress: Progress) -> str:
     if progress.failed:
         parts.append(f"{progress.failed:,} bad")
     if progress.holding:
-        parts.append("Redis is nearly full, waiting for workers to make room")
+        parts.append(progress.holding)
     return ", ".join(parts)
 
 

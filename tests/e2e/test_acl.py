@@ -77,6 +77,8 @@ def test_rows_go_the_whole_way(guarded: Guarded, admin: redis.Redis, tmp_path: P
         assert process.poll() is None
     found = [line for line in out.read_text().splitlines() if line]
     assert len(found) == len(rows)
+    assert producer(url, "results", "b", "--release", "-o", tmp_path / "again.jsonl").returncode == 1
+    assert not list(admin.scan_iter("rq:job:b-*")) and not list(admin.scan_iter("rq:results:b-*"))
     assert not admin.exists("rq:workers")
     assert admin.acl_log() == []
 
@@ -149,7 +151,9 @@ FORBIDDEN = [
 WORKERS_ONLY = [
     "LPOP rq:queue:q",
     "BLMOVE rq:queue:q rq:queue:q LEFT LEFT 0.1",
-    "DEL rq:job:b-0-1",
+    "DEL rq:wip:q",
+    "UNLINK rq:wip:q",
+    "UNLINK rq:queue:q",
     "ZADD rq:wip:q 9999999999 b-0-1:mine",
     "HSET rq:execution:b-0-1:mine worker_name me",
     "ZADD rq:executions:b-0-1 9999999999 mine",

@@ -83,8 +83,8 @@ def test_duration(seconds: float, shown: str) -> None:
 
 def test_queueing_in_words() -> None:
     assert describe_queueing(Progress(queued=1200)) == "queueing: 1,200 rows"
-    text = describe_queueing(Progress(queued=1, already=2, failed=3, holding=True))
-    assert text.startswith("queueing: 6 rows, 2 there already, 3 bad, Redis is nearly full")
+    text = describe_queueing(Progress(queued=1, already=2, failed=3, holding="waiting for workers"))
+    assert text == "queueing: 6 rows, 2 there already, 3 bad, waiting for workers"
 
 
 def test_running_in_words() -> None:

@@ -67,6 +67,33 @@ def test_a_row_is_an_rq_job(client: Client, connection: redis.Redis, tmp_path: P
     assert (request.custom_id, request.prompt, request.sampling.seed) == ("日", "x", 7)
 
 
+def test_the_job_is_what_rqs_own_enqueue_writes(
+    client: Client, connection: redis.Redis, tmp_path: Path
+) -> None:
+    """Field by field: an RQ release that writes another hash fails here, not in somebody's dashboard."""
+    path = write(tmp_path / "a.jsonl", [{"custom_id": "a", "prompt": "x", "seed": 7}])
+    client.submit([path], batch_id="m")
+    ours = connection.hgetall("rq:job:m-0-1")
+    queue = Queue("theirs", connection=connection, serializer=Serializer)
+    data = queue.prepare_data(
+        FUNCTION,
+        args=Job.fetch("m-0-1", connection, serializer=Serializer).args,
+        timeout=-1,
+        result_ttl=7 * 86400,
+        failure_ttl=7 * 86400,
+        description=f"{path}:1",
+        job_id="m-0-1",
+        retry=enqueue.FOREVER,
+    )
+    queue.enqueue_many([data])
+    theirs = connection.hgetall("rq:job:m-0-1")
+    assert theirs.pop(b"origin") == b"theirs" and ours.pop(b"origin") == b"livebatch"
+    for moment in (b"created_at", b"enqueued_at"):
+        assert len(theirs.pop(moment)) == len(ours.pop(moment))
+    assert ours == theirs
+    assert connection.smembers("rq:queues") == {b"rq:queue:livebatch", b"rq:queue:theirs"}
+
+
 def test_rows_keep_their_order(client: Client, connection: redis.Redis, tmp_path: Path) -> None:
     files = [write(tmp_path / "b.jsonl", rows(25)), write(tmp_path / "a.jsonl", ["", *rows(3, 25)])]
     client.submit(files, batch_id="m")
@@ -315,11 +342,17 @@ def test_a_full_redis_is_waited_for(
     assert queued(connection) == [f"m-0-{n}" for n in range(1, 31)]
 
 
-def test_redis_that_evicts_is_refused(client: Client, connection: redis.Redis, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "what"),
+    [("allkeys-lru", "rows"), ("allkeys-random", "rows"), ("volatile-ttl", "results that nobody has read")],
+)
+def test_redis_that_evicts_is_refused(
+    client: Client, connection: redis.Redis, tmp_path: Path, policy: str, what: str
+) -> None:
     path = write(tmp_path / "a.jsonl", rows(3))
-    connection.config_set("maxmemory-policy", "allkeys-lru")
+    connection.config_set("maxmemory-policy", policy)
     try:
-        with pytest.raises(StoreError, match="noeviction"):
+        with pytest.raises(StoreError, match=rf"\({policy}\): {what}.*CONFIG SET maxmemory-policy noeviction"):
             client.submit([path])
     finally:
         connection.config_set("maxmemory-policy", "noeviction")

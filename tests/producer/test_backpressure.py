@@ -1,0 +1,159 @@
+"""A file larger than Redis: what waits is bounded, what is read is released, and nobody is told nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from rq.registry import FailedJobRegistry, FinishedJobRegistry
+from tiny_worker import TinyWorker, codes, rows, write
+
+from producer import enqueue
+from producer.backlog import ROW_BYTES, Backlog
+from producer.batch import Progress
+from producer.client import Client
+from producer.store import as_text, ids_key
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def client(redis_url: str) -> Client:
+    return Client(redis_url)
+
+
+@pytest.fixture(autouse=True)
+def short_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enqueue, "HOLD_SECONDS", 0.001)
+
+
+def used(connection: redis.Redis) -> int:
+    return int(connection.info("memory")["used_memory"])
+
+
+def noise(count: int, size: int) -> list[dict[str, Any]]:
+    """Rows whose prompts zlib can only halve."""
+    random_ = random.Random(0)
+    return [{"custom_id": f"r{n}", "prompt": random_.randbytes(size // 2).hex()} for n in range(count)]
+
+
+def test_what_waits_are_the_rows_added_last() -> None:
+    backlog = Backlog()
+    assert backlog.bytes(0) == 0
+    for payload in (1_000, 2_000, 4_000):
+        backlog.add(10, payload)
+    assert backlog.bytes(30) == 7_000 + 30 * ROW_BYTES
+    assert backlog.bytes(21) == 7_000 + 30 * ROW_BYTES, "rounded up to whole chunks"
+    assert backlog.bytes(20) == 6_000 + 20 * ROW_BYTES
+    assert backlog.bytes(1) == 4_000 + 10 * ROW_BYTES
+    assert backlog.bytes(0) == 0
+
+
+def test_the_sum_is_about_what_redis_says(client: Client, connection: redis.Redis, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", noise(2_000, 1_000))
+    before = used(connection)
+    client.submit([path])
+    told = Backlog()
+    told.add(2_000, sum(connection.hstrlen(f"rq:job:{name}", "data") for name in job_ids(connection)))
+    assert told.bytes(2_000) == pytest.approx(used(connection) - before, rel=0.2)
+
+
+def job_ids(connection: redis.Redis) -> list[str]:
+    return [as_text(name) for name in connection.lrange("rq:queue:livebatch", 0, -1)]
+
+
+def test_a_file_larger_than_the_bound(client: Client, connection: redis.Redis, tmp_path: Path) -> None:
+    """The producer holds, says why, goes on as rows end; Redis stays within the bound all the time."""
+    bound, worker = 2 << 20, TinyWorker(connection)
+    path = write(tmp_path / "a.jsonl", noise(350, 40_000))  # about 8 MB as they wait
+    before, seen, reasons, read = used(connection), [0], set[str](), dict[str, str | None]()
+    cursor: list[str | None] = [None]
+
+    def on_progress(progress: Progress) -> None:
+        seen.append(used(connection) - before)
+        if progress.holding:
+            reasons.add(progress.holding)
+            worker.complete(worker.claim(40))
+            take()
+
+    def take() -> None:
+        for page in client.pages("m", cursor=cursor[0]):
+            read.update(codes(page.results))
+            client.release("m", [result.job_id for result in page.results])
+            cursor[0] = page.cursor
+
+    batch = client.submit([path], batch_id="m", max_queued_bytes=bound, on_progress=on_progress)
+    assert batch.queued == 350
+    assert bound / 2 < max(seen) < bound + (1 << 20), "the rest is what connections buffer"
+    assert any("rows wait in Redis" in reason and "--max-queued-bytes" in reason for reason in reasons)
+    worker.run()
+    take()
+    assert read == {f"r{n}": None for n in range(350)}
+
+
+def test_a_row_larger_than_the_bound_goes_in_alone(
+    client: Client, connection: redis.Redis, tmp_path: Path
+) -> None:
+    path, worker, most = write(tmp_path / "a.jsonl", noise(6, 50_000)), TinyWorker(connection), [0]
+
+    def on_progress(progress: Progress) -> None:
+        most.append(len(job_ids(connection)))
+        if progress.holding:
+            worker.run()
+
+    assert client.submit([path], max_queued_bytes=1_000, on_progress=on_progress).queued == 6
+    assert max(most) == 1
+
+
+def test_a_killed_producer_remembers_what_waits(
+    client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an earlier submission wait as well, though this producer did not queue them."""
+    path, worker = write(tmp_path / "a.jsonl", rows(40)), TinyWorker(connection)
+    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 10)
+
+    def die(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client.submit([path], batch_id="m", on_progress=die)
+    waiting: list[int] = []
+
+    def on_progress(progress: Progress) -> None:
+        waiting.append(len(job_ids(connection)))
+        if progress.holding:
+            worker.complete(worker.claim(1))
+
+    again = client.submit([path], batch_id="m", max_queued_bytes=12 * ROW_BYTES, on_progress=on_progress)
+    assert (again.queued, again.already) == (30, 10)
+    assert max(waiting) <= 12
+
+
+def test_released_rows_leave_redis_and_are_not_run_again(
+    client: Client, connection: redis.Redis, tmp_path: Path
+) -> None:
+    path, worker = write(tmp_path / "a.jsonl", rows(20)), TinyWorker(connection)
+    client.submit([path], batch_id="m")
+    live = worker.claim()
+    worker.complete(live[:10])
+    worker.fail(live[10:15])
+    results = list(client.results("m"))
+    assert len(results) == 15
+    client.release("m", [result.job_id for result in results])
+    client.release("m", [])
+    client.release("m", [result.job_id for result in results])  # as after a kill
+    left = {key.split(b":")[1] for key in connection.scan_iter("rq:*:m-0-1")}
+    assert left <= {b"executions"}, "what notes its runs has a TTL of a minute"
+    for registry in (FinishedJobRegistry, FailedJobRegistry):
+        assert registry("livebatch", connection=connection).get_job_ids() == []
+    assert connection.hlen(ids_key("m")) == 20
+    assert client.submit([path], batch_id="m").already == 20, "what was there is not queued again"
+    worker.complete(live[15:])
+    again = codes(client.results("m", follow=True))
+    assert {again[f"r{n}"] for n in range(10)} == {"batch_expired"}, "read a second time: gone, and told so"
+    assert {again[f"r{n}"] for n in range(10, 15)} == {"model_not_found"}
+    assert {again[f"r{n}"] for n in range(15, 20)} == {None}
+    assert client.status("m").is_over
