@@ -73,7 +73,8 @@ class Work(NamedTuple):
     edited: NDArray[np.float32]  # [V]
     groups: NDArray[np.float32]  # [SPAN]
     weights: NDArray[np.uint64]  # [max(CHUNK, V)]
-    depths: NDArray[np.float32]  # [max(CHUNK, V)] octaves below the maximum
+    depths: NDArray[np.float32]  # [CHUNK] octaves below the maximum
+    bins: NDArray[np.int32]  # [max(CHUNK, V)] their bins
     ranks: NDArray[np.uint64]  # [V] key << 32 | ~id
     bin_mass: NDArray[np.uint64]  # [max(BINS, chunks of V)]
     bin_count: NDArray[np.int64]  # [BINS]
@@ -138,17 +139,14 @@ def mass_of(depth: Any) -> Whole:
 
 
 @inner
-def weigh(z: Floats, top: np.float32, row: Row, weights: Masses, depths: Floats) -> None:
-    """Masses and depths of one stretch of logits. Two loops: each becomes vector instructions."""
+def weigh(z: Floats, top: np.float32, row: Row, work: Work, bins: Ints) -> None:
+    """Masses and bins of one chunk of logits. Three loops: each becomes vector instructions."""
     for i in range(z.size):
-        depths[i] = depth_of(z[i], top, row)
+        work.depths[i] = depth_of(z[i], top, row)
     for i in range(z.size):
-        weights[i] = mass_of(depths[i])
-
-
-@inner
-def bin_of(depth: Any) -> Whole:
-    return np.int32(depth * BINS_AN_OCTAVE)
+        work.weights[i] = mass_of(work.depths[i])
+    for i in range(z.size):
+        bins[i] = np.int32(work.depths[i] * BINS_AN_OCTAVE)
 
 
 @inner
@@ -310,13 +308,13 @@ def draw_by_id(z: Floats, top: np.float32, row: Row, uniform: tuple[Whole, Whole
     total, chunks = ZERO, 0
     for start in range(0, z.size, CHUNK):
         part = z[start : start + CHUNK]
-        weigh(part, top, row, work.weights, work.depths)
+        weigh(part, top, row, work, work.bins)
         work.bin_mass[chunks] = work.weights[: part.size].sum()
         total += work.bin_mass[chunks]
         chunks += 1
     chunk = locate(work.bin_mass[:chunks], high_product(uniform[0], total))
     part = z[chunk * CHUNK : (chunk + 1) * CHUNK]
-    weigh(part, top, row, work.weights, work.depths)
+    weigh(part, top, row, work, work.bins)
     return chunk * CHUNK + locate(work.weights[: part.size], high_product(uniform[1], work.bin_mass[chunk]))
 
 
@@ -354,14 +352,14 @@ def fill_bins(z: Floats, top: np.float32, row: Row, work: Work) -> None:
     work.bin_mass[:BINS] = ZERO
     work.bin_count[:] = 0
     for start in range(0, z.size, CHUNK):
-        part, depths = z[start : start + CHUNK], work.depths[start:]
-        weigh(part, top, row, work.weights, depths)
+        part, bins = z[start : start + CHUNK], work.bins[start:]
+        weigh(part, top, row, work, bins)
         for i in range(part.size):
             if work.weights[i] > ZERO:
-                work.bin_mass[bin_of(depths[i])] += work.weights[i]
+                work.bin_mass[bins[i]] += work.weights[i]
         if row.top_k > 0:
             for i in range(part.size):
-                work.bin_count[min(bin_of(depths[i]), BINS - 1)] += work.weights[i] > ZERO
+                work.bin_count[min(bins[i], BINS - 1)] += work.weights[i] > ZERO
 
 
 @inner
@@ -370,7 +368,7 @@ def open_bin(z: Floats, top: np.float32, row: Row, wanted: Whole, work: Work) ->
     found = 0
     bits = z.view(np.uint32)
     for i in range(z.size):
-        if bin_of(work.depths[i]) == wanted:
+        if work.bins[i] == wanted:
             work.ranks[found] = rank_of(z[i], bits[i], i)
             found += 1
     ranks = sort_best_first(work.ranks[:found])
