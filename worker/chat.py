@@ -20,9 +20,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from producer.errors import RowError, UsageError
+from worker.own_files import file_within
 
 Message = Mapping[str, Any]
 PROBE = "a probe"
+TEMPLATE_FILE = "chat_template.jinja"
 # A template is tried with these when it is loaded; a conversation it refuses is left out.
 TRIALS = (("user",), ("system", "user"), ("developer", "user"), ("user", "assistant", "user"))
 GUARD = f"\ufdd2{secrets.token_hex(8)}\ufdd3"  # parts the letters of a control token that a message spells
@@ -125,9 +127,8 @@ class ChatTemplate:
 
 def template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The folder's template: chat_template.jinja, else chat_template in ``config``, tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if (folder / TEMPLATE_FILE).exists():
+        return file_within(folder, TEMPLATE_FILE, "the chat template").read_text(encoding="utf-8")
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = {entry["name"]: entry["template"] for entry in source}.get("default")

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from producer.errors import UsageError
 from worker.genai_config import CONFIG_FILE, GenaiConfig
-from worker.graph_file import REBUILD, GraphFile, Port, file_within
+from worker.graph_file import GraphFile, Port
+from worker.own_files import REBUILD, file_within
 
 Kind = Literal["cpu-paged", "cuda-paged"]
 
@@ -65,6 +66,7 @@ _REASONS = {  # patterns of input names
 }
 _UNSUPPORTED_SECTIONS = ("encoder", "vision", "speech", "embedding", "mtp")
 _UNSUPPORTED_DECODER = ("sliding_window", "pipeline")
+_SWITCH = re.compile(r"-?\d+(\.\d+)?|true|false", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +177,17 @@ def _refuse_unsupported(config: GenaiConfig) -> None:
 
 
 def _session_config(config: GenaiConfig) -> dict[str, str]:
-    """Entries such as "ep.cuda.fpa_intb_gemm": as in genai, what is a dotted name in session_options."""
-    options = config.section("model.decoder.session_options")
-    return {name: value for name, value in options.items() if "." in name and isinstance(value, str)}
+    """Entries such as "ep.cuda.fpa_intb_gemm": as in genai, what is a dotted name in session_options.
+
+    Numbers and switches only: ONNX Runtime also has entries that name files to read or write.
+    """
+    key = "model.decoder.session_options"
+    entries = {name: value for name, value in config.section(key).items() if "." in name}
+    if odd := [name for name, value in entries.items() if not _SWITCH.fullmatch(str(value))]:
+        raise UsageError(
+            f"{config.path}: {key} sets {odd[0]!r} to what is neither a number nor true or false."
+        )
+    return {name: value for name, value in entries.items() if isinstance(value, str)}
 
 
 def _names(config: GenaiConfig) -> dict[str, str]:

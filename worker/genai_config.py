@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from producer.errors import UsageError
-from worker.graph_file import REBUILD
+from worker.own_files import REBUILD
 
 CONFIG_FILE = "genai_config.json"
 
@@ -20,7 +20,7 @@ class GenaiConfig:
     """The parsed file."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self._path, self._values = path, values
+        self.path, self._values = path, values
 
     @classmethod
     def read(cls, path: Path) -> GenaiConfig:
@@ -42,7 +42,7 @@ class GenaiConfig:
     def wrong(self, key: str, wanted: str) -> UsageError:
         value = self.get(key)
         found = "is missing" if value is None else f"is {value!r}"
-        return UsageError(f"{self._path}: {key} {found}; it must be {wanted}. {REBUILD}")
+        return UsageError(f"{self.path}: {key} {found}; it must be {wanted}. {REBUILD}")
 
     def text(self, key: str) -> str:
         value = self.get(key)

@@ -5,15 +5,14 @@ Reads the graph only, never the weights. Must not know what a model folder's con
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
 from producer.errors import UsageError
-
-REBUILD = "Build the folder again with `worker build`, or copy it again."
+from worker.own_files import REBUILD, file_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +37,8 @@ class GraphFile:
     def read(cls, path: Path, folder: Path) -> GraphFile:
         """UsageError when ``path`` is damaged or its data is missing, cut short or outside ``folder``."""
         try:
-            graph = onnx.load(path, load_external_data=False).graph
-            ends = _data_ends(graph)
+            model = onnx.load(path, load_external_data=False)
+            graph, ends = model.graph, _data_ends(model)
         except Exception as error:  # protobuf raises its own, undocumented, kinds
             raise UsageError(f"{path} is not a readable ONNX file ({error}). {REBUILD}") from error
         if not graph.input or not graph.output:
@@ -48,22 +47,6 @@ class GraphFile:
             _check_data(file_within(folder, name, f"{path.name}'s data file"), end)
         operators = frozenset(node.op_type for node in graph.node)
         return cls(path, _ports(graph.input), _ports(graph.output), sum(ends.values()), operators)
-
-
-def file_within(folder: Path, name: str, what: str) -> Path:
-    """``folder / name``, made sure to be a file that lies inside ``folder`` even after links are followed."""
-    path = folder / name
-    try:
-        inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
-    except (OSError, ValueError) as error:  # no name that a file can have
-        raise UsageError(f"{folder}: {what} {name!r} is no file name ({error}).") from error
-    if not inside:
-        raise UsageError(
-            f"{what} '{name}' lies outside {folder}: a model folder may name only its own files."
-        )
-    if not there:
-        raise UsageError(f"{path} is missing ({what}). {REBUILD}")
-    return path
 
 
 def _ports(infos: list[onnx.ValueInfoProto]) -> dict[str, Port]:
@@ -75,10 +58,11 @@ def _ports(infos: list[onnx.ValueInfoProto]) -> dict[str, Port]:
     return ports
 
 
-def _data_ends(graph: onnx.GraphProto) -> dict[str, int]:
-    """For each data file the graph names: how many bytes it must have at least."""
+def _data_ends(model: onnx.ModelProto) -> dict[str, int]:
+    """For each data file the model names: how many bytes it must have at least."""
     ends: dict[str, int] = {}
-    for tensor in _tensors(graph):
+    bodies = [model.graph, *model.functions]
+    for tensor in (tensor for body in bodies for tensor in _tensors(body)):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             entry = {item.key: item.value for item in tensor.external_data}
             end = int(entry.get("offset", 0)) + int(entry.get("length", 0))
@@ -86,16 +70,22 @@ def _data_ends(graph: onnx.GraphProto) -> dict[str, int]:
     return ends
 
 
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Every constant of the graph: initializers and attributes, in nested graphs too."""
-    yield from graph.initializer
-    for node in graph.node:
+def _tensors(body: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
+    """Every constant of a graph or function: initializers and attributes, in nested graphs too."""
+    if isinstance(body, onnx.GraphProto):
+        yield from body.initializer
+        yield from _parts(body.sparse_initializer)
+    for node in body.node:
         for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
+            yield from [attribute.t, *attribute.tensors]
+            yield from _parts([attribute.sparse_tensor, *attribute.sparse_tensors])
             for inner in [attribute.g, *attribute.graphs]:
                 yield from _tensors(inner)
+
+
+def _parts(sparse: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.TensorProto]:
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
 
 
 def _check_data(path: Path, end: int) -> None:

@@ -17,12 +17,14 @@ import tokenizers
 
 from producer.errors import UsageError
 from worker.chat import ChatTemplate, template_source
+from worker.own_files import file_within
 from worker.vocabulary import LONGEST_NAME, Description, rename, secret_names, token_bytes
 from worker.words import PROBE, Encode, WordEncoder, encodes_words_apart
 
 # Rows are encoded one at a time and the cores are the engine's; threads would also make a later fork unsafe.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+CONFIG_FILE = "tokenizer_config.json"
 BRACKETED = re.compile(r"\W+\w.*\W", re.DOTALL)  # <|user|>, [INST]: no run of spaces or newlines
 
 
@@ -54,7 +56,8 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and the chat template. UsageError names the file."""
         path = folder / "tokenizer.json"
-        description, config = _read(path), _read(folder / "tokenizer_config.json", missing_ok=True)
+        description = _read(folder, path.name)
+        config = _read(folder, CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
         try:
             return cls._from(description, config, template_source(folder, config))
         except UsageError:
@@ -100,13 +103,10 @@ class Tokenizer:
         return b"".join([table[i] for i in ids if i < size]).decode("utf-8", "replace")
 
 
-def _read(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+def _read(folder: Path, name: str) -> dict[str, Any]:
+    path = file_within(folder, name, f"the model's {name}")
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        if missing_ok:
-            return {}
-        raise UsageError(f"{path} is missing: build the model folder again with `worker build`") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):

@@ -179,6 +179,41 @@ class TestContent:
         assert render("{# developer #}{{ messages[0].role }}", "developer: x") == "developer"
 
 
+class TestSandbox:
+    """A template reaches nothing but its messages. With time it is trusted as the model's weights are: no row
+    can write one, and what it writes of a row is bounded."""
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "{{ '{0.__class__.__mro__}'.format('') }}",
+            "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+            "{{ raise_exception.__globals__.json }}",
+            "{% include '/etc/passwd' %}",
+            "{% import 'os' as os %}",
+            "{{ messages.append(1) }}",
+            "{{ messages[0].update(role='system') }}",
+            "{% for i in range(10 ** 9) %}x{% endfor %}",
+        ],
+    )
+    def test_what_is_out_of_reach(self, source: str) -> None:
+        with pytest.raises(RowError, match=r"refuses the messages: .*(unsafe|no loader|Range too big)"):
+            render(source, "user: x")
+
+    @pytest.mark.parametrize(
+        "expression",
+        ["lipsum.__globals__", "''|attr('__class__')", "messages.__class__", "strftime_now.__globals__"],
+    )
+    def test_what_is_not_there(self, expression: str) -> None:
+        assert render("{{ " + expression + " }}", "user: x") == ""
+
+    def test_an_endless_answer_is_not_rendered_to_its_end(self) -> None:
+        loop = "{% for i in range(99999) %}"
+        source = loop + loop + "{{ messages[0].content * 500 }}{% endfor %}{% endfor %}"
+        assert LIMIT < len(render(source, "user: x")) < 2 * LIMIT
+
+
 class TestJinjaAsTransformersSetsItUp:
     def test_block_lines_leave_no_trace(self) -> None:
         assert render("{% if true %}\n  {% set x = 1 %}\na\n{% endif %}\n", "user: x") == "a\n"

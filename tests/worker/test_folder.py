@@ -200,3 +200,57 @@ def test_data_outside_the_folder_is_refused(folder: Path) -> None:
     edit_graph(folder, point_outside)
     with pytest.raises(UsageError, match="lies outside"):
         ModelFolder.load(folder)
+
+
+def outside(folder: Path) -> onnx.TensorProto:
+    """A constant whose bytes are said to lie in a file beside the model folder."""
+    (folder.parent / "elsewhere.data").write_bytes(bytes(64))
+    tensor = onnx.TensorProto(name="x", data_type=TensorProto.FLOAT, dims=[4])
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../elsewhere.data")
+    return tensor
+
+
+def hide_in_attribute(model: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    model.graph.node.append(helper.make_node("Constant", [], ["unused"], value=tensor))
+
+
+def hide_in_branch(model: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    branch = helper.make_graph([], "branch", [], [], [tensor])
+    model.graph.node.append(helper.make_node("Loop", [], ["unused"], body=branch))
+
+
+def hide_in_function(model: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    body = [helper.make_node("Constant", [], ["y"], value=tensor)]
+    model.functions.append(helper.make_function("own", "f", [], ["y"], body, []))
+
+
+def hide_in_sparse(model: onnx.ModelProto, tensor: onnx.TensorProto) -> None:
+    indices = helper.make_tensor("i", TensorProto.INT64, [0], [])
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(tensor, indices, [4]))
+
+
+@pytest.mark.parametrize("hide", [hide_in_attribute, hide_in_branch, hide_in_function, hide_in_sparse])
+def test_data_outside_the_folder_is_found_wherever_a_model_keeps_constants(
+    hide: Callable[[onnx.ModelProto, onnx.TensorProto], None], folder: Path
+) -> None:
+    path = folder / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    hide(model, outside(folder))
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UsageError, match=r"elsewhere\.data' lies outside"):
+        ModelFolder.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("session.model_external_initializers_file_folder_path", "/etc"),
+        ("ep.context_file_path", "context.onnx"),
+        ("ep.cuda.x", ["a"]),
+    ],
+)
+def test_session_entries_that_could_name_a_file_are_refused(name: str, value: Any, folder: Path) -> None:
+    edit_config(folder, "model.decoder.session_options", {name: value, "log_id": "onnxruntime-genai"})
+    with pytest.raises(UsageError, match=f"session_options sets '{name}' to what is neither a number nor"):
+        ModelFolder.load(folder)

@@ -185,7 +185,7 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("tokenizer.json", None, "tokenizer.json is missing: build the model folder again"),
+        ("tokenizer.json", None, "tokenizer.json is missing .*Build the folder again"),
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
         ("tokenizer.json", "[]", "tokenizer.json is not a JSON object"),
         ("tokenizer.json", '{"added_tokens": []}', "tokenizer.json or its chat template cannot be used"),
@@ -199,6 +199,17 @@ def test_a_broken_folder_is_named(tmp_path: Path, name: str, content: str | None
     if content is not None:
         (folder / name).write_text(content)
     with pytest.raises(UsageError, match=says):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_links_out_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    folder = tiny_text.write_folder(tmp_path / "m", tiny_text.byte_level())
+    file = folder / name
+    (tmp_path / name).write_text(file.read_text() if file.exists() else "{{ messages[0].content }}")
+    file.unlink(missing_ok=True)
+    file.symlink_to(tmp_path / name)
+    with pytest.raises(UsageError, match=f"'{name}' lies outside"):
         Tokenizer.load(folder)
 
 
