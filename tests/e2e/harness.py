@@ -51,6 +51,13 @@ def producer(url: str, *arguments: str | Path, timeout: float = 100) -> subproce
     return run
 
 
+def engine_of(process: subprocess.Popen[Any]) -> int | None:
+    """The engine's process id: the worker's child that multiprocessing spawned. None between two engines."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    engines = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(engines[0]) if engines else None
+
+
 def lines(path: Path) -> list[Line]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 

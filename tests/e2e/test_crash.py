@@ -16,7 +16,7 @@ import redis
 from rq import Queue
 from rq.registry import FinishedJobRegistry, StartedJobRegistry
 
-from e2e.harness import by_id, producer, text, wait_for, worker, write
+from e2e.harness import by_id, engine_of, producer, text, wait_for, worker, write
 from producer.embedded import EmbeddedRedis
 from producer.store import Serializer, Store
 
@@ -63,13 +63,6 @@ def collect(url: str, folder: Path, lines: list[dict[str, Any]]) -> None:
 
 def completed(connection: redis.Redis) -> int:
     return Store(connection).status("b").completed
-
-
-def engine_of(process: subprocess.Popen[str]) -> int | None:
-    """The engine's process id: the worker's child that multiprocessing spawned. None between two engines."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    engines = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return int(engines[0]) if engines else None
 
 
 def test_the_engine_killed_in_mid_batch(redis_url: str, connection: redis.Redis, tmp_path: Path) -> None:
