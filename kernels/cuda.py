@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kernels import cuda_code
 from kernels.cuda_code import Kernel, LogitsType
+from kernels.doorway import Doorway
 from kernels.packed import MAX_BIASES, MAX_ENDERS, ROW, Packed, allowed_bits, mask_words, pack, seen_before
 from kernels.reference import Logprobs
 from kernels.rows import RowParams, Status
@@ -164,10 +165,8 @@ class BatchedSampler:
         self._copies = cp.zeros(
             (n, size) if logits != "float32" or self._most_top is not None else (1, 1), cp.float32
         )
-        blob = ROW.itemsize // 4 + 3 * self.max_length + MAX_ENDERS + 2 * MAX_BIASES + mask_words(size)
-        self._blob = cp.zeros(blob, cp.int32)
         self._entries = cp.zeros(bucket_of(n) * ENTRY.itemsize, cp.uint8)
-        self._placed = np.zeros(0, ENTRY)  # what the device's entries hold
+        self._placed = b""  # what the device's entries hold
         self._results = [new_results(n, self._most_top) for _ in range(RESULT_BUFFERS)]
         self._events = [cp.cuda.Event(disable_timing=True) for _ in range(RESULT_BUFFERS)]
         self._turn = 0
@@ -180,7 +179,9 @@ class BatchedSampler:
             shape = cuda_code.shape_for(cuda_code.MOST_SOME)
             self._logprobs = cuda_code.kernel("logprobs", "log_probabilities", logits, shape)
         slots = cuda_code.module("slots", logits, cuda_code.WITHOUT_CLUSTERS)
-        self._admit, self._release = slots.get_function("admit_row"), slots.get_function("release_row")
+        counts = 3 * self.max_length + MAX_ENDERS + 2 * MAX_BIASES + mask_words(self.vocab_size) + 1
+        largest = ROW.itemsize + 4 * counts
+        self._doorway = Doorway(slots, largest, self.max_batch, self._parameters, self.stream)
 
     @property
     def history(self) -> tuple[Any, Any]:
@@ -198,10 +199,7 @@ class BatchedSampler:
         if params.allowed_ids or params.banned_ids:
             self._own_masks[slot] = allowed_bits(params, self.vocab_size)
         packed = pack(params, prompt, output, self.vocab_size)
-        blob = pack_blob(packed, self._own_masks.get(slot), self.vocab_size)
-        with self.stream:
-            self._blob[: blob.size].set(blob)
-            self._admit((1,), (512,), (self._blob, np.int32(slot), *self._parameters))
+        self._doorway.enter(slot, pack_blob(packed, self._own_masks.get(slot), self.vocab_size))
 
     def release(self, slot: int) -> None:
         """End a row: nothing of it reaches the slot's next one."""
@@ -209,20 +207,23 @@ class BatchedSampler:
             raise KeyError(slot)
         self._own_masks.pop(slot, None)
         self._live[slot] = False
-        with self.stream:
-            ended = np.int32(Status.FAILED)
-            self._release((1,), (512,), (np.int32(slot), ended, *self._parameters))
+        self._doorway.leave(slot)
 
     def set_mask(self, slot: int, bits: NDArray[np.uint32] | None) -> None:
         """The grammar mask u32[ceil(V / 32)] of the row's next steps; None: no grammar."""
         own = self._own_masks.get(slot)
         parts = [part for part in (own, bits) if part is not None]
         self._edited[slot] |= bool(parts)
+        self._doorway.flush()
         with self.stream:
             if parts:
                 self._tables.masks[slot].set(np.bitwise_and.reduce(parts))
             flag = self._tables.rows[slot, MASKED_AT : MASKED_AT + 4]
             cp.cuda.runtime.memsetAsync(flag.data.ptr, int(bool(parts)), 4, self.stream.ptr)
+
+    def flush(self) -> None:
+        """Tell the device of rows admitted and released; ``enqueue`` does so by itself."""
+        self._doorway.flush()
 
     def enqueue(
         self,
@@ -241,10 +242,13 @@ class BatchedSampler:
         turn, top = self._turn, np.full(len(addresses), -1) if logprobs is None else np.asarray(logprobs)
         if (top > (-1 if self._most_top is None else self._most_top)).any():
             raise ValueError(f"more log-probabilities than the {self._most_top} the sampler was made for")
+        self._doorway.flush()
         self._place(addresses, np.asarray(slots, np.int64), top)
         self._turn = (turn + 1) % RESULT_BUFFERS
         step = (bucket_of(len(addresses)), turn, next_ids, bool((top >= 0).any()))
-        if self._graphs is None:
+        if not len(addresses):
+            pass
+        elif self._graphs is None:
             self._launch(*step)
         else:
             self._graph(step).launch(self.stream)
@@ -275,9 +279,9 @@ class BatchedSampler:
         real = entries[: len(addresses)]
         real["address"], real["slot"], real["edits"] = addresses, slots, self._edited[slots]
         real["top"], real["keep"] = top, self._edited[slots] & (top >= 0)
-        if not np.array_equal(entries, self._placed):
+        if (placed := entries.tobytes()) != self._placed:
             self._entries[: entries.nbytes].set(entries.view(np.uint8), self.stream)
-            self._placed = entries
+            self._placed = placed
 
     def step(self, logits: Any, slots: ArrayLike) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """logits [n, >= V] on the device, slots i32[n] -> tokens i32[n] (-1: none), status u8[n]; waits."""
@@ -287,10 +291,10 @@ class BatchedSampler:
         return self.enqueue(addresses, slots).wait()
 
 
-def pack_blob(packed: Packed, mask: NDArray[np.uint32] | None, vocab_size: int) -> NDArray[np.int32]:
-    """A row as slots.cu unpacks it."""
-    row = packed.row.copy()
+def pack_blob(packed: Packed, mask: NDArray[np.uint32] | None, vocab_size: int) -> bytes:
+    """A row as slots.cu unpacks it, a multiple of 8 bytes."""
     seen, times = seen_before(packed, vocab_size)
-    row["num_seen"] = seen.size
-    parts = [row, packed.tokens, packed.enders, packed.bias_ids, packed.bias, seen, times]
-    return np.concatenate([part.view(np.int32) for part in parts + ([mask] if mask is not None else [])])
+    packed.row["num_seen"] = seen.size
+    parts = [*packed, seen, times] if mask is None else [*packed, seen, times, mask]
+    blob = b"".join([part.tobytes() for part in parts])
+    return blob if len(blob) % 8 == 0 else blob + bytes(4)

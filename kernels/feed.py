@@ -22,6 +22,7 @@ class Feed:
         code = resources.files("kernels").joinpath("feed.cu").read_text()
         self._function = cp.RawModule(code=code).get_function("feed")
         self.stream = sampler.stream
+        self._flush = sampler.flush
         rows, tokens = sampler.history
         sizes = (np.int64(ROW.itemsize), np.int32(LENGTH_AT), np.int64(tokens.shape[1]))
         self._history = (rows, tokens, *sizes)
@@ -31,6 +32,7 @@ class Feed:
 
         A given token below 0 stands for the last one of its slot; slot -1 is no row and gets 0.
         """
+        self._flush()
         arguments = (np.uint64(given), np.uint64(slots), *self._history, input_ids, np.int32(count))
         with self.stream:
             self._function((-(-count // THREADS),), (THREADS,), arguments)

@@ -1,4 +1,4 @@
-// Rows enter and leave their slots: one launch each, behind everything already enqueued on the stream.
+// Rows enter and leave their slots, a block each, behind everything already enqueued on the stream.
 #include "edit.cuh"
 
 //   blob   Row | tokens | enders | bias ids | bias | seen | times | mask words if masked
@@ -11,8 +11,12 @@ struct Blob {
   }
 };
 
-extern "C" __global__ void admit_row(const int* blob, int slot, TABLE_PARAMETERS) {
+//   blobs      one behind the other, each a multiple of 8 bytes
+//   entering   (slot, where its blob begins in i32), one a block
+extern "C" __global__ void admit_rows(const int* blobs, const int2* entering, TABLE_PARAMETERS) {
   Tables t = TABLES;
+  int slot = entering[blockIdx.x].x;
+  const int* blob = blobs + entering[blockIdx.x].y;
   const Row& row = *(const Row*)blob;
   Blob rest = {blob + sizeof(Row) / 4};
   u64 history = (u64)slot * t.max_length;
@@ -30,8 +34,9 @@ extern "C" __global__ void admit_row(const int* blob, int slot, TABLE_PARAMETERS
 }
 
 // Wipes the places through the list of what the row has seen: nothing of it reaches the slot's next row.
-extern "C" __global__ void release_row(int slot, int ended, TABLE_PARAMETERS) {
+extern "C" __global__ void release_rows(const int* leaving, int ended, TABLE_PARAMETERS) {
   Tables t = TABLES;
+  int slot = leaving[blockIdx.x];
   Row& row = t.rows[slot];
   int count = row.num_seen;
   for (int i = threadIdx.x; i < count; i += blockDim.x)

@@ -19,8 +19,8 @@ PROMISED = -1  # a token that is being drawn: the device has it, the host will
 class LiveBatch:
     """``computed`` chases ``length``: prefill, chunks, decode and resume after preemption are that one rule.
 
-    Between steps a live line has at least one pending token (``computed < length``), unless it is spent: its
-    last token is promised. ``known`` chases ``length``, too: they differ by the token of a step under way.
+    Between steps a live line has at least one pending token (``computed < length``). ``known`` chases
+    ``length``, too: they differ by the token of a step under way.
     """
 
     def __init__(self, max_batch: int, context_length: int, block_size: int) -> None:
@@ -52,10 +52,15 @@ class LiveBatch:
 
     @property
     def pending(self) -> Indices:
-        """Tokens each live row has still to compute, in order; none if it is spent. [live]"""
+        """Tokens each live row has still to compute, in order. [live]"""
         order = self.order
-        length = self.length[order]
-        return np.where(length < self.final[order], length - self.computed[order], 0)
+        return self.length[order] - self.computed[order]
+
+    @property
+    def spent(self) -> Indices:
+        """Live slots whose last token is promised, in order."""
+        order = self.order
+        return order[self.length[order] >= self.final[order]]
 
     @property
     def cramped(self) -> Indices:
@@ -137,8 +142,7 @@ class LiveBatch:
         assert all(self.at(slot).slot == slot for slot in order)
         arrivals = [self.at(slot).arrival for slot in order]
         assert arrivals == sorted(arrivals), "not in order of arrival"
-        spent = self.length[order] >= self.final[order]
-        assert (spent | (self.pending >= 1)).all(), "a live row with nothing to compute"
+        assert (self.pending >= 1).all(), "a live row with nothing to compute"
         promised = self.length[order] - self.known[order]
         assert ((promised == 0) | (promised == 1)).all(), "more than one token is under way for a row"
         room = self.num_blocks[order] * self.block_size

@@ -71,6 +71,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._rows: dict[int, Sequence] = {}  # every row that has not ended, by id
         self._waiting: deque[Sequence] = deque()  # by arrival, preempted rows in their old place
+        self._finishing: dict[int, Sequence] = {}  # by arrival: off its seat, its last token under way
         self._cancelled: set[int] = set()
         self._idle = 0  # slots left empty though a row waited, summed over the steps since rows were seated
         self._left: list[int] = []
@@ -124,10 +125,11 @@ class Scheduler:
         """
         if self._cancelled:
             self._drop_cancelled()
+        self._retire(self._live.spent)
         self._make_room()
         self._admit(only)
         step = self._slices()
-        if not len(self._live) and (self._rows if only is None else only & self._rows.keys()):
+        if not len(self._live) and self._wait(only):
             raise RuntimeError(
                 f"{len(self._rows)} rows wait and none can run: {self._pool.num_free} blocks free"
             )
@@ -140,6 +142,19 @@ class Scheduler:
         self._unseat(np.array([one.slot for one in gone if one.slot >= 0], np.int64))
         self._waiting = deque(one for one in self._waiting if one.row.id not in self._cancelled)
         self._cancelled.clear()
+
+    def _wait(self, only: Set[int] | None) -> bool:
+        """Whether rows wait, or those of ``only`` that have not ended."""
+        return any(only is None or one.row.id in only for one in self._waiting)
+
+    def _retire(self, spent: Indices) -> None:
+        """Frees the seats of rows whose last token is promised: nothing more is computed for them."""
+        for slot in spent.tolist():
+            sequence = self._live.at(slot)
+            sequence.output = self._live.output(slot)
+            self._finishing[sequence.arrival] = sequence
+        if len(spent):
+            self._unseat(spent)
 
     @property
     def must_preempt(self) -> bool:
@@ -246,10 +261,12 @@ class Scheduler:
     def land(self, step: Step, tokens: Ints, status: NDArray[np.uint8]) -> None:
         """Books what the n sampling rows of a launched step drew [n]. Ended rows leave at once.
 
-        A row that left while the step was under way is passed over.
+        A row that left while the step was under way is passed over, unless all it lacks is this token.
         """
-        live, slots = self._live, step.slots[step.samples]
-        here = live.arrival[slots] == step.arrivals[step.samples]
+        live, slots, arrivals = self._live, step.slots[step.samples], step.arrivals[step.samples]
+        here = live.arrival[slots] == arrivals
+        for index in np.flatnonzero(~here).tolist() if self._finishing else ():
+            self._finish(int(arrivals[index]), int(tokens[index]), Status(status[index]))
         slots, tokens, status = slots[here], tokens[here], status[here]
         drawn = status <= Status.LENGTH  # beyond, the row ended without a token
         live.keep(slots[drawn], tokens[drawn])
@@ -258,7 +275,18 @@ class Scheduler:
             self._tell(live.at(slots[index]), Status(status[index]))
         if ended.any():
             self._unseat(slots[ended])
-            self.limit = min(self.limit + int(ended.sum()) / self.limit, self.policy.max_batch)
+            self._regrow(int(ended.sum()))
+
+    def _finish(self, arrival: int, token: int, status: Status) -> None:
+        sequence = self._finishing.pop(arrival, None)
+        if sequence is not None and self._rows.get(sequence.row.id) is sequence:  # else it was cancelled
+            if status <= Status.LENGTH:
+                sequence.output.append(token)
+            self._tell(sequence, status)
+            self._regrow(1)
+
+    def _regrow(self, ended: int) -> None:
+        self.limit = min(self.limit + ended / self.limit, self.policy.max_batch)
 
     # -- after a failed step: the cache's contents are gone, the tokens are here
 
@@ -324,10 +352,11 @@ class Scheduler:
         live.check()
         seated = [live.at(slot) for slot in live.order.tolist()]
         self._pool.check(live.held(live.order))
-        everyone = [*seated, *self._waiting]
+        finishing = [one for one in self._finishing.values() if one.row.id in self._rows]
+        everyone = [*seated, *self._waiting, *finishing]
         assert len(everyone) == len(self._rows), "a row is lost or there twice"
         assert all(self._rows[one.row.id] is one for one in everyone)
-        assert all(one.slot == -1 for one in self._waiting)
+        assert all(one.slot == -1 for one in (*self._waiting, *finishing))
         arrivals = [one.arrival for one in self._waiting]
         assert arrivals == sorted(arrivals), "not in order of arrival"
         assert all(one.overtaken <= self.policy.max_overtakes for one in everyone), "overtaken too often"

@@ -154,10 +154,11 @@ def direct(task: Task, count: int) -> None:
 
 def prefill(task: Task) -> None:
     """(e); eager: the bare runs, 16 prompts each."""
-    rows = load.prefill(task.vocab)
+    rows = load.prefill(task.vocab, 0)
     prompts = sum(len(row.prompt) for row in rows)
     timing.whole(task.bench.engine(MAX_BATCH), rows)
-    found = [timing.whole(task.bench.engine(MAX_BATCH), rows)[0] for _ in range(PREFILL_ROUNDS)]
+    rounds = [load.prefill(task.vocab, seed) for seed in range(1, 1 + PREFILL_ROUNDS)]
+    found = [timing.whole(task.bench.engine(MAX_BATCH), rows)[0] for rows in rounds]
     task.findings.add("e", task.peer, {"prompt_tok_s": [prompts / seconds for seconds in found]})
     if "eager" in task.peers:
         bare = [bare_prefill(task.bench, 16, len(rows[0].prompt), 4) for _ in range(PREFILL_ROUNDS)]

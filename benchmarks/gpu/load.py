@@ -33,9 +33,11 @@ TEXT_TOKENS = 64  # output tokens of a row of ``texts``
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "it", "rains", "today")
 
 
-def decode(mix: str, count: int, vocab: int, prompt: int = 128, output: int = 256) -> list[Row]:
+def decode(
+    mix: str, count: int, vocab: int, *, prompt: int = 128, output: int = 256, seed: int = 0
+) -> list[Row]:
     """(a): equal lengths."""
-    ids = np.random.default_rng(0).integers(3, vocab, (count, prompt)).tolist()
+    ids = np.random.default_rng(seed).integers(3, vocab, (count, prompt)).tolist()
     return [Row(i, ids[i], RowParams(max_tokens=output, **MIXES[mix](i))) for i in range(count)]
 
 
@@ -74,9 +76,9 @@ def tokenised(lines: Iterator[dict[str, Any]], encode: Callable[[str], Sequence[
     ]
 
 
-def prefill(vocab: int) -> list[Row]:
-    """(e): 64 prompts of 512 tokens, one new token each."""
-    return decode(DISTINCT, 64, vocab, prompt=512, output=1)
+def prefill(vocab: int, seed: int) -> list[Row]:
+    """(e): 64 prompts of 512 tokens, one new token each; others with each seed, as some cache them."""
+    return decode(DISTINCT, 64, vocab, prompt=512, output=1, seed=seed)
 
 
 def padded(rows: Sequence[Row]) -> list[Row]:

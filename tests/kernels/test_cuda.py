@@ -183,6 +183,42 @@ def test_next_ids_stay_on_the_device() -> None:
     assert next_ids.get().tolist() == [7, 0, 3]
 
 
+def test_rows_come_and_go_between_steps() -> None:
+    """Told to the device together, in the order they were told to the sampler; more than a copy holds, too."""
+    dice = np.random.default_rng(11)
+    slots, vocab_size, length = 24, 200, 40_000
+    twins = (cpu.BatchedSampler(slots, vocab_size, length), OnDevice(slots, vocab_size, length))
+    live: set[int] = set()
+    for step in range(40):
+        for _ in range(int(dice.integers(0, 60))):
+            slot = int(dice.integers(slots))
+            if slot in live:
+                live.remove(slot)
+                for twin in twins:
+                    twin.release(slot)
+                continue
+            live.add(slot)
+            size = 30_000 if step % 10 == 0 else int(dice.integers(1, 50))
+            prompt = dice.integers(vocab_size, size=size).tolist()
+            params = RowParams(
+                max_tokens=99, seed=step, top_k=9, repetition_penalty=1.3, presence_penalty=0.5
+            )
+            for twin in twins:
+                twin.admit(slot, params, prompt)
+        rows = np.array(sorted(live), np.int32)
+        logits = dice.normal(0, 2, (len(rows), vocab_size)).astype(np.float32)
+        expected, got = (twin.step(logits, rows) for twin in twins)
+        np.testing.assert_array_equal(expected[0], got[0])
+        np.testing.assert_array_equal(expected[1], got[1])
+
+
+def test_a_step_without_rows_can_be_waited_for() -> None:
+    device = OnDevice(2, 100, 64)
+    device.admit(1, RowParams(max_tokens=5), [1])
+    tokens, status = device.sampler.enqueue(np.empty(0, np.uint64), np.empty(0, np.int32)).wait()
+    assert (len(tokens), len(status)) == (0, 0)
+
+
 def test_rows_far_apart() -> None:
     """Rows by address: more than 2**32 bytes between the first and the last."""
     import cupy as cp

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from kernels.cuda import bucket_of
 from kernels.feed import Feed
+from kernels.staging import Staging
 from worker.batch import Batch
 from worker.cuda.graph import EAGER, Graph
-from worker.cuda.staging import Staging
 
 LEAST_WIDTH, WIDER = 8, 4  # blocks, and the step from one width to the next
 

@@ -107,13 +107,14 @@ def _open(
 ) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors
+    options.enable_mem_pattern = False  # keeps a plan for every shape, and hardly two prefills are alike
     for name, value in config.items():
         options.add_session_config_entry(name, value)
     provider = {
         "device_id": str(device_id),
         "user_compute_stream": str(stream.ptr),
         "enable_cuda_graph": str(int(captures)),
-        "arena_extend_strategy": "kSameAsRequested",
+        "arena_extend_strategy": "kNextPowerOfTwo",  # larger pieces, which later shapes fit into
     }
     try:
         session = ort.InferenceSession(folder.graph.path, options, providers=[(CUDA, provider)])

@@ -62,6 +62,7 @@ class CudaModel:
         self._graph = Graph(folder, device_id, feed.stream, deterministic=deterministic)
         self._deterministic = deterministic
         sizes = (max_batch, blocks_for(folder.context_length, folder.block_size))
+        self._warm_up(*sizes)
         self._graph.allocate(num_blocks or self._count_blocks(*sizes, kv_memory_bytes))
         self._prefill = Prefill(self._graph, max_batch, self.max_step_tokens, sizes[1])
         self._decode = Decode(self._graph, feed, *sizes, one_shape=deterministic)
@@ -96,12 +97,9 @@ class CudaModel:
             raise SystemExit(f"the GPU failed: {error}") from error
 
     def _count_blocks(self, max_batch: int, max_width: int, kv_memory_bytes: int | None) -> int:
-        """What the GPU has left once the largest prefill has run, the bin included."""
-        graph = self._graph
-        size = 2 * graph.folder.num_layers * graph.block_bytes
+        """The bin included."""
+        size = 2 * self._graph.folder.num_layers * self._graph.block_bytes
         if kv_memory_bytes is None:
-            Prefill(graph, max_batch, self.max_step_tokens, max_width).run(self._largest(max_width))
-            graph.stream.synchronize()
             free, total = cp.cuda.runtime.memGetInfo()
             kv_memory_bytes = free - int(KEPT_FREE * total)
         blocks = min(kv_memory_bytes // size, 1 + max_batch * max_width)
@@ -111,6 +109,12 @@ class CudaModel:
                 "Free some of its memory, lower --max-batch, or raise --kv-memory."
             )
         return blocks
+
+    def _warm_up(self, max_batch: int, max_width: int) -> None:
+        """Runs the largest prefill once: the runtime keeps what it took, and need not ask for more later."""
+        prefill = Prefill(self._graph, max_batch, self.max_step_tokens, max_width)
+        prefill.run(self._largest(max_width))
+        self._graph.stream.synchronize()
 
     def _largest(self, max_width: int) -> Batch:
         """A prefill of as many tokens as a run may have, all written to the bin."""

@@ -8,9 +8,9 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.staging import Staging
 from worker.batch import Batch
 from worker.cuda.graph import Graph
-from worker.cuda.staging import Staging
 from worker.divide import each_row
 
 Addresses = NDArray[np.uint64]
