@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from redis.exceptions import RedisError, ResponseError
 from rq.job import Job
 from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegistry
 from rq.results import Result as JobResult
 
 from producer.batch import BatchStatus, Record
 from producer.errors import WireError
+from producer.rules import show
 from producer.store import LogEntry, Serializer, Store, as_text, ids_key, lines_key
 from producer.sweep import Sweeper
 from producer.wire import Failure, Result, parse_job_id
@@ -67,7 +69,7 @@ def _log(
         status = store.status(record.id)  # before the log: if it says "over", the log is complete
         wait = follow and not status.is_over
         entries = store.read_log(record.id, cursor, PAGE_ROWS, BLOCK_MS if wait else None)
-        yield entries, status
+        yield [entry for entry in entries if _is_row(entry, record)], status
         if entries:
             cursor = entries[-1].cursor
         elif not wait:
@@ -76,13 +78,25 @@ def _log(
             sweeper.step(cancel=status.state == "cancelled")
 
 
+def _is_row(entry: LogEntry, record: Record) -> bool:
+    """Whether it tells of a row of the batch; whoever may queue rows may also write something else there."""
+    try:
+        batch_id, file, _ = parse_job_id(entry.job_id)
+    except WireError:
+        return False
+    return batch_id == record.id and file < len(record.files)
+
+
 def fetch(store: Store, record: Record, entries: Sequence[LogEntry]) -> list[Result]:
     """The results of these log entries, in their order. One round trip for all that lie in RQ."""
     distant = [entry.job_id for entry in entries if entry.inline is None]
     with store.connection.pipeline(transaction=False) as pipe:
         for job_id in distant:
             pipe.xrevrange(JobResult.get_key(job_id), count=1)  # type: ignore[no-untyped-call]
-        streams = dict(zip(distant, pipe.execute(), strict=True)) if distant else {}
+        answers = pipe.execute(raise_on_error=False) if distant else []
+    if away := [answer for answer in answers if isinstance(answer, RedisError) and not _is_refusal(answer)]:
+        raise away[0]
+    streams = dict(zip(distant, answers, strict=True))
     found = [_decode(entry, streams.get(entry.job_id)) for entry in entries]
     nameless = [what.job_id for what in found if what.custom_id == what.job_id]
     names = _custom_ids(store, record, nameless) if nameless else {}
@@ -103,6 +117,11 @@ def release(store: Store, record: Record, job_ids: Sequence[str]) -> None:
         pipe.execute()
 
 
+def _is_refusal(error: RedisError) -> bool:
+    """Of one command on one key that somebody made into something else."""
+    return type(error) is ResponseError
+
+
 def _decode(entry: LogEntry, stream: Any) -> Result:
     """The row's result, or why there is none to be read; where a row's name could not be read, its job id."""
     if entry.inline is None and not stream:
@@ -112,9 +131,13 @@ def _decode(entry: LogEntry, stream: Any) -> Result:
     try:
         # RQ's Result.restore would do, but spends more time on the type of our serializer than on the result.
         encoded = b64decode(stream[0][1][b"return_value"]) if entry.inline is None else entry.inline
-        return Result.decode(Serializer.loads(encoded))
-    except (WireError, ValueError, KeyError, RecursionError) as error:
-        return _failed(entry.job_id, "internal_error", f"the row's result in Redis cannot be read: {error}")
+        result = Result.decode(Serializer.loads(encoded))
+        if result.job_id != entry.job_id:
+            raise WireError(f"it belongs to row {show(result.job_id)}")
+        return result
+    except (WireError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = stream if isinstance(stream, RedisError) else error
+        return _failed(entry.job_id, "internal_error", f"the row's result in Redis cannot be read: {why}")
 
 
 def _failed(job_id: str, code: str, message: str) -> Result:

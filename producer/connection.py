@@ -106,9 +106,7 @@ def _explain(error: Exception, url: str) -> str:
         advice = NAME_SIGNER if "CERTIFICATE_VERIFY_FAILED" in why else START_ONE
         return f"cannot reach Redis at {url}: {why}. {advice}"
     if isinstance(error, exceptions.OutOfMemoryError):
-        return (
-            f"Redis at {url} is full: give it more maxmemory, or collect results with --release. Nothing was lost"
-        )
+        return f"Redis at {url} is full: give it more maxmemory, or collect results with --release"
     return f"Redis at {url} refused a command: {error}"
 
 

@@ -23,6 +23,7 @@ BATCH_NAMES = frozenset({"method", "url", "body"})
 ENDPOINTS: Mapping[str, wire.Endpoint] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # The id of a line that is no JSON: good only where it stands first and whole, as every writer puts it.
 LEADING_ID = re.compile(r'\s*\{\s*"(?:custom_id|id|key|request_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d+)\s*[,}]')
+OPEN_STRING = re.compile(r'"(\w+)"\s*:\s*"(?:[^"\\]|\\.)*\\?\Z', re.DOTALL)
 # str.splitlines breaks a line at these; they are written as escapes so that no reader can.
 LINE_BREAKERS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -224,8 +225,12 @@ def _too_deep() -> RowError:
 
 
 def _too_long(line: Line, place: Place, max_line_bytes: int) -> BadRow:
-    text = f"longer than {max_line_bytes} bytes, the most a row may have"
-    return place.bad(_leading_id(line.data), RowError("line_too_long", text))
+    """Of such a line only the head is known; the string that is still open at its end is what is so long."""
+    field = OPEN_STRING.search(line.data.decode("utf-8", "replace"))
+    name = clean(field[1]) if field else None
+    text = f"{line.over:,} bytes, and a row may have {max_line_bytes:,}"
+    text += f': "{name}" is too long' if name else ""
+    return place.bad(_leading_id(line.data), RowError("line_too_long", text, name))
 
 
 class Duplicates:

@@ -37,7 +37,11 @@ class Line:
 
     number: int
     data: bytes
-    whole: bool = True  # False: over the cap, ``data`` is the beginning
+    over: int = 0  # bytes of a line over the cap, of which ``data`` is the beginning
+
+    @property
+    def whole(self) -> bool:
+        return not self.over
 
 
 def check_readable(path: str) -> None:
@@ -120,12 +124,16 @@ def _split(stream: BinaryIO, cap: int) -> Iterator[Line]:
         if len(data) <= cap or data.endswith(b"\n"):
             yield Line(number, data)
             continue
-        yield Line(number, data[:HEAD_BYTES], whole=False)
-        while (rest := stream.readline(2**20)) and not rest.endswith(b"\n"):
-            pass
+        head, size = data[:HEAD_BYTES], len(data)
+        del data  # it is as large as a line may be
+        while rest := stream.readline(2**20):
+            size += len(rest)
+            if rest.endswith(b"\n"):
+                break
+        yield Line(number, head, size)
 
 
 def _without_mark(line: Line, title: str) -> Line:
     if line.data.startswith(UTF16_MARKS):
         raise UsageError(f"{title}: is UTF-16; save it as UTF-8")
-    return Line(line.number, line.data.removeprefix(UTF8_MARK), line.whole)
+    return Line(line.number, line.data.removeprefix(UTF8_MARK), line.over)

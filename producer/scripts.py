@@ -83,11 +83,10 @@ _JOB = """
 -- RQ notes a run of a job until a minute after its lease ends.
 local now = redis.call('TIME')[1]
 local function whereabouts(id)
-  local status = redis.call('HGET', ARGV[1] .. id, 'status')
-  if not status then return 'gone' end
-  if status == 'started' and redis.call('ZCOUNT', ARGV[2] .. id, now + 60, '+inf') == 0 then
-    return 'abandoned'
-  end
+  local status = redis.pcall('HGET', ARGV[1] .. id, 'status')
+  if type(status) ~= 'string' then return 'gone' end  -- or no hash any more
+  local runs = status == 'started' and redis.pcall('ZCOUNT', ARGV[2] .. id, now + 60, '+inf')
+  if runs and (type(runs) ~= 'number' or runs == 0) then return 'abandoned' end
   return status
 end
 """

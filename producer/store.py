@@ -25,13 +25,14 @@ workers count up all the time. A batch's keys start to age when its last row has
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from producer import scripts
 from producer.batch import BatchStatus, Record, State, WorkerReport
-from producer.errors import UsageError
+from producer.errors import StoreError, UsageError
 from producer.wire import dumps
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class Store:
         answer: Any = self.connection.xread({log_key(batch_id): cursor}, count=count, block=block_ms)
         streams = answer.values() if isinstance(answer, dict) else [entries for _, entries in answer or []]
         return [
-            LogEntry(as_text(entry_id), as_text(fields[b"j"]), fields.get(b"r"))
+            LogEntry(as_text(entry_id), fields.get(b"j", b"").decode(errors="replace"), fields.get(b"r"))
             for entries in streams
             for entry_id, fields in entries
         ]
@@ -229,7 +230,7 @@ def no_such_batch(batch_id: str) -> UsageError:
 
 def _status(head: list[bytes | None], counts: Counts) -> BatchStatus:
     record = Record.decode(head[0] or b"")
-    numbers = {as_text(name): float(value) for name, value in counts.items()}
+    numbers = _numbers(record.id, counts)
     names = ("rows", "completed", "failed", "cancelled", "prompt_tokens", "completion_tokens")
     return BatchStatus(
         id=record.id,
@@ -240,6 +241,16 @@ def _status(head: list[bytes | None], counts: Counts) -> BatchStatus:
         queued_at=numbers.get("queued_at", record.created),
         **{name: int(numbers.get(name, 0)) for name in names},
     )
+
+
+def _numbers(batch_id: str, counts: Counts) -> dict[str, float]:
+    try:
+        numbers = {as_text(name): float(value) for name, value in counts.items()}
+        if all(map(math.isfinite, numbers.values())):
+            return numbers
+    except ValueError:
+        pass
+    raise StoreError(f"the counts of batch {batch_id} in Redis are damaged")
 
 
 def outcome(result: Result) -> str:

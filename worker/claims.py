@@ -75,6 +75,8 @@ def _payload(data: bytes) -> Any:
 
 def _inflate(data: bytes) -> bytes:
     """zlib, but never more than MAX_BYTES: a few kilobytes can unpack to gigabytes."""
+    if not data:
+        raise WireError("it has no payload")
     inflater = zlib.decompressobj()
     plain = inflater.decompress(data, MAX_BYTES)
     if inflater.unconsumed_tail:

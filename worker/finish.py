@@ -6,13 +6,14 @@ Must not know how a row ran.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from redis.exceptions import WatchError
+from redis.exceptions import RedisError, ResponseError, WatchError
 from rq.defaults import RQ_KEY_PREFIX
 from rq.job import JobStatus
 from rq.results import Result as RqResult
@@ -30,6 +31,8 @@ from worker.rq_classes import SafeJob, safe_queue
 if TYPE_CHECKING:
     from redis import Redis
     from redis.client import Pipeline
+
+log = logging.getLogger(__name__)
 
 MAX_ROWS = 256  # of one script: about 5 ms of Redis
 NOT_OURS, ENDED, AWAITED = 0, 1, 2  # what scripts.END answers
@@ -108,7 +111,18 @@ class Finisher:
         return states.count(ENDED) + sum(map(self._release, awaited))
 
     def _release(self, end: Ending) -> int:
-        """End a row that other RQ jobs depend on. Somebody may touch it meanwhile: then look at it again."""
+        """End a row that other RQ jobs depend on. Anybody may have written those: they hold up no row."""
+        try:
+            return self._release_dependents(end)
+        except Exception as error:
+            if isinstance(error, RedisError) and type(error) is not ResponseError:  # away, or full
+                raise
+            log.warning("what depends on row %s is no RQ job and stays: %s", end.lease.job_id, error)
+            [state] = self._end(args=self._arguments("all", [end]))
+            return int(state == ENDED)
+
+    def _release_dependents(self, end: Ending) -> int:
+        """Somebody may touch the row meanwhile: then look at it again."""
         while True:
             with self._connection.pipeline() as pipe:
                 try:

@@ -41,15 +41,15 @@ redis.call('DEL', rq .. ':nothing')
 local function job_key(id) return rq .. ':job:' .. id end
 local function wip_key(queue) return rq .. ':wip:' .. queue end
 
+-- Keys of one job that somebody made into something else must not stop a script in the middle of other rows:
+-- hence pcall for them.
+
 -- Whether this worker still owns this run of the job: nobody requeued, cancelled, deleted or took it.
 local function owns(worker, queue, id, execution)
   if not redis.call('ZSCORE', wip_key(queue), id .. ':' .. execution) then return false end
-  local job = redis.call('HMGET', job_key(id), 'status', 'worker_name')
+  local job = redis.pcall('HMGET', job_key(id), 'status', 'worker_name')
   return job[1] == 'started' and job[2] == worker
 end
-
--- Keys of one job that somebody made into something else must not stop a script in the middle of other rows:
--- hence pcall for them from here on.
 
 -- Whether any run of the job holds a lease that is not over.
 local function is_leased(queue, id, now)
@@ -126,11 +126,11 @@ local function take(queue)
   local values = string.match(id, '^[%w_-]+$') and look(id)
   if not values then
     claims[#claims + 1] = {queue, string.sub(id, 1, 200), '', {}}
-  elseif not values[1] or ended[values[2]] then
+  elseif not values[1] and values[2] == '' or ended[values[2]] then
     claims[#claims + 1] = {queue, id, '', values}
   elseif not (values[2] == 'started' and is_leased(queue, id, now)) then
     local execution = prefix .. taken
-    bytes = bytes - #values[1]
+    bytes = bytes - #(values[1] or '')
     start(queue, id, execution)
     claims[#claims + 1] = {queue, id, execution, values}
   end
@@ -220,7 +220,8 @@ end
 for i = 6, #ARGV, 16 do
   local queue, id, execution = unpack(ARGV, i, i + 2)
   local state = owns(worker, queue, id, execution) and 1 or 0
-  if state == 1 and ARGV[5] == 'free' then state = 1 + redis.call('EXISTS', job_key(id) .. ':dependents') end
+  local waits = redis.call('TYPE', job_key(id) .. ':dependents').ok == 'set'
+  if state == 1 and ARGV[5] == 'free' and waits then state = 2 end
   if state == 1 then
     end_job(unpack(ARGV, i, i + 9))
     note(id, unpack(ARGV, i + 10, i + 15))
@@ -273,8 +274,9 @@ for i = #runs, 1, -1 do
   if not id then
     redis.call('ZREM', wip_key(queue), runs[i])
   else
-    local job = redis.call('HMGET', job_key(id), 'status', 'worker_name')
-    local worker = redis.call('HGET', rq .. ':execution:' .. runs[i], 'worker_name') or job[2] or ''
+    local job = redis.pcall('HMGET', job_key(id), 'status', 'worker_name')
+    local worker = redis.pcall('HGET', rq .. ':execution:' .. runs[i], 'worker_name')
+    if type(worker) ~= 'string' then worker = job[2] or '' end
     forget(worker, queue, id, execution)
     if job[1] == 'started' and not is_leased(queue, id, tonumber(ARGV[3])) then
       requeue(queue, id, ARGV[4])

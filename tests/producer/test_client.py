@@ -25,7 +25,7 @@ from producer.batch import Batch, Progress
 from producer.client import Client
 from producer.completions import InputOrder
 from producer.embedded import EmbeddedRedis
-from producer.errors import UsageError
+from producer.errors import StoreError, UsageError
 from producer.jsonl import BadRow
 from producer.store import COMMANDS, Serializer, Store, ids_key
 from producer.sweep import Sweeper
@@ -183,6 +183,55 @@ def test_a_damaged_result_is_a_failure(
     connection.xadd("rq:results:m-0-2", {"type": 1, "return_value": stored})
     found = [(result.custom_id, result.failure and result.failure.code) for result in client.results("m")]
     assert found == [("r0", None), ("r1", "internal_error"), ("r0", "internal_error")]
+
+
+def test_a_result_of_another_row_is_a_failure(
+    client: Client, worker: TinyWorker, connection: redis.Redis, submit: Callable[..., Batch]
+) -> None:
+    """Whoever forges one cannot give a row its neighbour's answer, nor the neighbour two."""
+    submit(*rows(3))
+    worker.run()
+    connection.delete("rq:results:m-0-2")
+    (forged,) = connection.xrange("rq:results:m-0-1")
+    connection.xadd("rq:results:m-0-2", forged[1])
+    assert codes(client.results("m")) == {"r0": None, "r1": "internal_error", "r2": None}
+    failures = [result.failure for result in client.results("m") if result.failure]
+    assert 'belongs to row "m-0-1"' in failures[0].message
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_log_entries_that_tell_of_no_row_are_passed_over(
+    client: Client, worker: TinyWorker, connection: redis.Redis, submit: Callable[..., Batch], ordered: bool
+) -> None:
+    submit(*rows(3))
+    for entry in ({"x": "y"}, {"j": b"\xff"}, {"j": "m"}, {"j": "m-0-x"}, {"j": "other-0-1"}, {"j": "m-9-1"}):
+        connection.xadd("livebatch:batch:m:log", entry)
+    worker.run()
+    assert codes(client.results("m", ordered=ordered, follow=True)) == {"r0": None, "r1": None, "r2": None}
+
+
+def test_keys_made_into_something_else_cost_no_other_row_its_result(
+    client: Client, worker: TinyWorker, connection: redis.Redis, submit: Callable[..., Batch]
+) -> None:
+    submit(*rows(4))
+    worker.complete(worker.claim(2))
+    for key in ("rq:results:m-0-1", "rq:job:m-0-3", "rq:executions:m-0-4"):
+        connection.delete(key)
+        connection.set(key, "not what it was")
+    connection.hset("rq:job:m-0-4", "status", "started")
+    client.cancel("m")
+    found = codes(client.results("m", follow=True))
+    assert found == {"r0": "internal_error", "r1": None, "r2": "worker_lost", "r3": "batch_cancelled"}
+
+
+@pytest.mark.parametrize("value", ["junk", "nan", "inf", b"\xff"])
+def test_damaged_counts_are_told(
+    client: Client, connection: redis.Redis, submit: Callable[..., Batch], value: str | bytes
+) -> None:
+    submit(*rows(1))
+    connection.hset("livebatch:batch:m:counts", "completed", value)
+    with pytest.raises(StoreError, match="counts of batch m in Redis are damaged"):
+        client.status("m")
 
 
 # Input order.

@@ -138,6 +138,7 @@ def test_a_line_over_the_cap_is_one_bad_row(file: Path, length: int) -> None:
     read = list(read_lines(str(file), max_line_bytes=10))
     assert [line.number for line in read] == [1, 2]
     assert read[0].whole == (length <= 10)
+    assert read[0].over == (0 if length <= 10 else length + 1)
     assert len(read[0].data) <= 4096
     assert read[1] == Line(2, b"y\n")
 
@@ -149,12 +150,24 @@ def test_a_last_line_over_the_cap(file: Path) -> None:
     assert [line.whole for line in read_lines(str(file), max_line_bytes=10)] == [True]
 
 
-def test_the_row_of_a_line_over_the_cap(file: Path) -> None:
-    file.write_bytes(b'{"custom_id":"big","prompt":"' + b"x" * 10_000 + b'"}\n' + ROW)
+@pytest.mark.parametrize(
+    ("before", "field"),
+    [
+        ('"prompt":"', "prompt"),
+        ('"prompt": "a \\"quoted\\": ', "prompt"),
+        ('"messages":[{"role":"user","content":"', "content"),
+        ('"prompt_token_ids":[1,2],"x":[', None),
+    ],
+)
+def test_the_row_of_a_line_over_the_cap(file: Path, before: str, field: str | None) -> None:
+    """Its size, its line and its field are named; its neighbours do not notice."""
+    line = f'{{"custom_id":"big",{before}'.encode() + b"x" * 10_000 + b'"}\n'
+    file.write_bytes(line + ROW)
     big, small = read_rows(str(file), batch_id="b", max_line_bytes=1000)
     assert isinstance(big, BadRow)
-    assert (big.custom_id, big.failure.code) == ("big", "line_too_long")
-    assert big.failure.message == "line 1: longer than 1000 bytes, the most a row may have"
+    assert (big.custom_id, big.failure.code, big.failure.param) == ("big", "line_too_long", field)
+    said = f"line 1: {len(line):,} bytes, and a row may have 1,000"
+    assert big.failure.message == said + (f': "{field}" is too long' if field else "")
     assert isinstance(small, wire.Request)
 
 
