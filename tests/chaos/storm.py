@@ -71,7 +71,9 @@ class Outcome:
         return "\n".join([*said, *(f"  ! {what}" for what in names)])
 
     def encode(self) -> str:
-        return json.dumps({**asdict(self), "is_clean": self.is_clean})
+        found = {"struck": dict(self.struck), "exits": dict(self.exits), "is_clean": self.is_clean}
+        found |= {"plan": asdict(self.plan), "verdict": asdict(self.verdict), "due": self.due}
+        return json.dumps({**found, "rq_rounds": self.rq_rounds, "seconds": round(self.seconds, 1)})
 
 
 def calm(folder: Path, model: str, files: Mapping[str, Path]) -> dict[str, Answers]:
