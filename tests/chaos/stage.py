@@ -45,6 +45,7 @@ class Stage:
         self._stack = ExitStack()
 
     def __enter__(self) -> Stage:
+        self.folder.mkdir(parents=True)  # a new one: results of an earlier storm would be gone on from
         with self._stack as stack:
             stack.enter_context(self.server)
             stack.callback(self._heal_server)
