@@ -63,7 +63,30 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Files = Annotated[list[str], typer.Argument(help='JSONL files, patterns, .gz, or "-" for standard input.')]
+FILES_HELP = 'JSONL files, patterns, .gz, or "-" for standard input.'
+Files = Annotated[list[str], typer.Argument(help=FILES_HELP)]
+FilesToSubmit = Annotated[
+    list[str] | None, typer.Argument(metavar="FILES...", help=FILES_HELP, show_default=False)
+]
+NewBatchId = Annotated[
+    str | None, typer.Option("--batch-id", help="Name it; submitting again adds only what is missing.")
+]
+MaxQueuedBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--max-queued-bytes", metavar="SIZE", help="Most that waits in Redis at a time, such as 512M."
+    ),
+]
+ExpiresIn = Annotated[
+    float | None,
+    typer.Option(
+        "--expires-in", metavar="HOURS", min=0.0, help="Rows not done by then end as batch_expired."
+    ),
+]
+RetryFailed = Annotated[
+    str | None,
+    typer.Option("--retry-failed", metavar="BATCH", help="Only the rows of that batch that have no answer."),
+]
 BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="A batch id, as submit and list print it.")]
 Redis = Annotated[
     str | None,
@@ -120,11 +143,9 @@ def about(
 
 @app.command()
 def submit(  # noqa: PLR0917 - Typer passes by name
-    files: Files,
+    files: FilesToSubmit = None,
     queue: Annotated[str, typer.Option(help="Queue whose workers serve the rows.")] = "livebatch",
-    batch_id: Annotated[
-        str | None, typer.Option("--batch-id", help="Name it; submitting again adds only what is missing.")
-    ] = None,
+    batch_id: NewBatchId = None,
     wait: Annotated[bool, typer.Option("--wait", help="Stay and collect the results.")] = False,
     out: Out = None,
     ordered: Ordered = False,
@@ -132,12 +153,9 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     errors_file: Errors = None,
     strict: Annotated[bool, typer.Option("--strict", help="Queue nothing if any line is bad.")] = False,
     format: Format = "jsonl",
-    max_queued_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--max-queued-bytes", metavar="SIZE", help="Most that waits in Redis at a time, such as 512M."
-        ),
-    ] = None,
+    max_queued_bytes: MaxQueuedBytes = None,
+    expires_in: ExpiresIn = None,
+    retry_failed: RetryFailed = None,
     release: Release = False,
     keep_days: Annotated[float, typer.Option(min=0.01, help="How long Redis keeps a row's result.")] = 7.0,
     as_json: Json = False,
@@ -149,19 +167,20 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     producer submit prompts.jsonl more/*.jsonl.gz
     producer submit prompts.jsonl --wait -o results.jsonl --errors-file failed.jsonl
     cat prompts.txt | producer submit - --format text --batch-id monday
+    producer submit --retry-failed monday
     producer submit huge.jsonl --max-queued-bytes 1G --wait -o out.jsonl --release
     """
     from producer.client import Client, new_batch_id
     from producer.output import Style
     from producer.sizes import parse_bytes
 
-    _check_submit_flags(wait, out, errors_file, as_json)
+    _check_submit_flags(wait, out, errors_file, as_json, bool(files or retry_failed))
     _check_release(release, out)
     most = None if max_queued_bytes is None else parse_bytes(max_queued_bytes, "--max-queued-bytes")
     client = Client(redis, keep_seconds=_keep_seconds(keep_days))
     batch_id = new_batch_id() if batch_id is None else batch_id
-    again = ["producer", "submit", *files, "--batch-id", batch_id, "--queue", queue, "--format", format]
-    again += ["--max-queued-bytes", max_queued_bytes] if max_queued_bytes else []
+    options = {"batch_id": batch_id, "queue": queue, "format": format, "retry_failed": retry_failed}
+    again = ["producer", "submit", *(files or []), *_flags(**options, max_queued_bytes=max_queued_bytes)]
     flags = _output_flags(out, ordered, flat, errors_file, release)
     collect = ["producer", "results", batch_id, "--follow", *flags]
     with (
@@ -169,21 +188,17 @@ def submit(  # noqa: PLR0917 - Typer passes by name
         _display(out or not wait) as show,
     ):
         follower = Follower(client, batch_id, sink, show, release)
-
-        def progressed(progress: Progress) -> None:
-            show.queueing(progress)
-            if wait and not ordered:
-                follower.gather()
-
+        # Into a file: what is there need not come again.
+        gather = follower.gather if wait and out and not ordered else _nothing
         with _interruptible(f"queue the rest with: {shlex.join(again)}"):
+            seconds = None if expires_in is None else 3600 * expires_in
             batch = client.submit(
-                files,
-                queue=queue,
-                batch_id=batch_id,
-                format=format,
+                files or [],
+                **options,
                 strict=strict,
                 max_queued_bytes=most,
-                on_progress=progressed,
+                expires_in=seconds,
+                on_progress=lambda progress: (show.queueing(progress), gather()),
                 on_bad=_Problems().add,
                 on_warning=_warn,
             )
@@ -377,7 +392,21 @@ def _interruptible(hint: str) -> Iterator[None]:
         raise InterruptedHereError(f"interrupted; {hint}") from None
 
 
-def _check_submit_flags(wait: bool, out: Path | None, errors: Path | None, as_json: bool) -> None:
+def _nothing() -> None:
+    """The listener where nobody listens."""
+
+
+def _flags(**values: str | None) -> list[str]:
+    """``--batch-id B`` of ``batch_id="B"``; nothing of what is not given."""
+    given = ((f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None)
+    return [word for pair in given for word in pair]
+
+
+def _check_submit_flags(
+    wait: bool, out: Path | None, errors: Path | None, as_json: bool, has_rows: bool
+) -> None:
+    if not has_rows:
+        raise UsageError('name the files to submit, "-" for standard input, or --retry-failed BATCH')
     if not wait and (out or errors):
         raise UsageError(
             "-o and --errors-file need --wait; without it collect with: producer results BATCH -o OUT"

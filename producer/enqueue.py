@@ -31,8 +31,8 @@ Row = Request | BadRow
 
 CHUNK_ROWS = 500  # one MULTI: 20,000 rows would block every other client for 84 ms, 500 for about 2
 CHUNK_BYTES = 8 << 20  # of prompts; a thousand 1 MB prompts must not become one transaction
-HOLD_SECONDS = 1.0  # between looks at a full Redis
-NEARLY_FULL = "Redis is nearly full, waiting for workers to make room"
+HOLD_SECONDS = 0.2  # between looks at a full Redis
+NEARLY_FULL = "Redis is nearly full: waiting for room, which results collected with --release make"
 FOREVER = Retry(max=10**6)  # only we fail rows: a lease that ran out must never end one
 
 
@@ -66,7 +66,7 @@ def _weight(row: Row) -> int:
 
 
 class Enqueuer:
-    """Adds rows to one batch. ``on_hold`` is told about once a second why no more can be added yet.
+    """Adds rows to one batch. ``on_hold`` is told a few times a second why no more can be added yet.
 
     ``max_queued_bytes`` bounds what waits of the batch. A transaction that is larger goes in alone.
     """

@@ -104,15 +104,21 @@ class Display(Protocol):
 
 
 class Lines:
-    """For logs and pipes: a line at once, then every LINE_SECONDS, and one at the end if anything changed."""
+    """For logs and pipes: a line at once, then every LINE_SECONDS, and one at the end if anything changed.
+
+    That the producer waits for workers is said at once, too, the first time.
+    """
 
     def __init__(self) -> None:
         self._rates = Rates()
         self._text = ""
         self._shown = ""
         self._due = 0.0
+        self._has_held = False
 
     def queueing(self, progress: Progress) -> None:
+        if progress.holding and not self._has_held:
+            self._has_held, self._due = True, 0.0
         self._show(describe_queueing(progress))
 
     def running(self, status: BatchStatus) -> None:

@@ -108,6 +108,16 @@ def test_lines_come_now_and_then_and_at_the_end(
     assert shown == [0, 5, 10, 11]
 
 
+def test_a_producer_that_waits_says_so_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
+    lines = Lines()
+    for queued, holding in ((1, ""), (2, ""), (2, "full"), (3, ""), (3, "full again")):
+        lines.queueing(Progress(queued=queued, holding=holding))
+    assert capsys.readouterr().err.splitlines() == ["queueing: 1 rows", "queueing: 2 rows, full"]
+
+
 def test_a_pipe_gets_lines_a_terminal_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
