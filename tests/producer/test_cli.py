@@ -215,6 +215,9 @@ def test_an_append_only_file_that_is_missing_is_warned_of(
         (["--nonsense"], "--nonsense"),
         (["--format", "xml"], "--format"),
         (["--keep-days", "0"], "--keep-days"),
+        (["--release"], "--release needs -o OUT"),
+        (["--wait", "--release"], "--release needs -o OUT"),
+        (["--max-queued-bytes", "lots"], "--max-queued-bytes wants a size such as 512M"),
         (["missing.jsonl"], "missing.jsonl: no such file"),
     ],
 )
@@ -365,6 +368,18 @@ def test_ordered_results_go_on_too(run: Run, worker: TinyWorker, batch: list[Any
     worker.complete([batch[5], batch[3], batch[2]])
     run("results", "m", "-o", "out.jsonl", "--ordered")
     assert result_ids("out.jsonl") == ["r0", "r1", "r2", "r3", "r4", "r5", "line-7"]
+
+
+def test_what_is_in_the_file_is_released(
+    run: Run, worker: TinyWorker, batch: list[Any], connection: redis.Redis
+) -> None:
+    worker.complete(batch[:2])
+    run("results", "m", "-o", "out.jsonl", "--release")
+    assert sorted(connection.keys("rq:job:*")) == [f"rq:job:m-0-{n}".encode() for n in (3, 4, 5, 6)]
+    worker.complete(batch[2:])
+    assert run("results", "m", "-o", "out.jsonl", "--release", "--follow") == 1
+    assert result_ids("out.jsonl") == ["line-7", "r0", "r1", "r2", "r3", "r4", "r5"]
+    assert connection.keys("rq:job:*") + connection.keys("rq:results:*") == []
 
 
 def test_errors_file_takes_the_failed_rows(run: Run, worker: TinyWorker, batch: list[Any]) -> None:
