@@ -6,7 +6,7 @@ MODEL  := models/smollm2-135m-fp32
 PIP    := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
           --constraint constraints.txt
 
-.PHONY: help setup model demo test check fmt size bench pins clean
+.PHONY: help setup model demo test check fmt size bench chaos pins clean
 
 help:           ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/'
@@ -52,6 +52,10 @@ size: $(VENV)/.dev  ## lines per file and per function
 
 bench: setup model  ## tokens/s from the bare model step up to the whole path
 	$(BIN)/python benchmarks/path.py --model $(MODEL)
+
+chaos: setup model  ## 5,000 rows under 50 faults, without a model, then with one; CHAOS='--seed 7 --storms 20' for others
+	PYTHONPATH=tests:. $(BIN)/python -m chaos.storm --rows 5000 $(CHAOS)
+	PYTHONPATH=tests:. $(BIN)/python -m chaos.storm --rows 5000 --model $(MODEL) $(CHAOS)
 
 pins: $(VENV)/.dev  ## write constraints.txt from what is installed
 	@{ echo '# Exact versions of everything `make setup` installs. Renewed with `make pins`.'; $(BIN)/python -m pip freeze --exclude-editable; } > constraints.txt

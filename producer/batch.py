@@ -39,9 +39,12 @@ class Record:
     created: float  # unix seconds
     files: tuple[SourceFile, ...]
     keep_seconds: int = KEEP_SECONDS  # how long results stay in Redis after their row ended
+    expires: float | None = None  # unix seconds; rows that have not ended by then end as batch_expired
+    retries: str | None = None  # the batch whose failed rows these are
 
     def encode(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=True, separators=(",", ":"))
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        return json.dumps(fields, ensure_ascii=True, separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str | bytes) -> Record:

@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
@@ -24,6 +24,7 @@ from producer.following import Follower, open_sink, queued_line, say
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus, Progress
+    from producer.client import Client
     from producer.jsonl import BadRow
     from producer.progress import Display
 
@@ -179,7 +180,8 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     most = None if max_queued_bytes is None else parse_bytes(max_queued_bytes, "--max-queued-bytes")
     client = Client(redis, keep_seconds=_keep_seconds(keep_days))
     batch_id = new_batch_id() if batch_id is None else batch_id
-    options = {"batch_id": batch_id, "queue": queue, "format": format, "retry_failed": retry_failed}
+    options: dict[str, Any] = {"batch_id": batch_id, "queue": queue, "format": format}
+    options["retry_failed"] = retry_failed
     again = ["producer", "submit", *(files or []), *_flags(**options, max_queued_bytes=max_queued_bytes)]
     flags = _output_flags(out, ordered, flat, errors_file, release)
     collect = ["producer", "results", batch_id, "--follow", *flags]
@@ -188,29 +190,37 @@ def submit(  # noqa: PLR0917 - Typer passes by name
         _display(out or not wait) as show,
     ):
         follower = Follower(client, batch_id, sink, show, release)
-        # Into a file: what is there need not come again.
-        gather = follower.gather if wait and out and not ordered else _nothing
         with _interruptible(f"queue the rest with: {shlex.join(again)}"):
-            seconds = None if expires_in is None else 3600 * expires_in
-            batch = client.submit(
-                files or [],
-                **options,
-                strict=strict,
-                max_queued_bytes=most,
-                expires_in=seconds,
-                on_progress=lambda progress: (show.queueing(progress), gather()),
-                on_bad=_Problems().add,
-                on_warning=_warn,
-            )
+            options |= {"strict": strict, "max_queued_bytes": most, "expires_in": _seconds(expires_in)}
+            gather = follower.gather if wait and out and not ordered else None
+            batch = _queue(client, files or [], show, gather, options)
         if wait:
             say(f"batch {batch_id}: {queued_line(batch)}")
             with _interruptible(f"batch {batch_id} goes on; come back with: {shlex.join(collect)}"):
                 follower.run(follow=True, ordered=ordered)
-    if wait:
-        status = client.status(batch_id)
-        say(follower.summary(status, out, errors_file))
-        _finish(status, as_json)
-    _report_queued(batch, shlex.join(collect), as_json)
+    if not wait:
+        _report_queued(batch, shlex.join(collect), as_json)
+    status = client.status(batch_id)
+    say(follower.summary(status, out, errors_file))
+    _finish(status, as_json)
+
+
+def _queue(
+    client: Client,
+    files: Sequence[str],
+    show: Display,
+    gather: Callable[[], None] | None,
+    options: Mapping[str, Any],
+) -> Batch:
+    """Submit; after each chunk show how far it is and ``gather`` what has ended: into a file, not twice."""
+
+    def progressed(progress: Progress) -> None:
+        show.queueing(progress)
+        if gather:
+            gather()
+
+    bad = _Problems().add
+    return client.submit(files, **options, on_progress=progressed, on_bad=bad, on_warning=_warn)
 
 
 @app.command()
@@ -392,8 +402,8 @@ def _interruptible(hint: str) -> Iterator[None]:
         raise InterruptedHereError(f"interrupted; {hint}") from None
 
 
-def _nothing() -> None:
-    """The listener where nobody listens."""
+def _seconds(hours: float | None) -> float | None:
+    return None if hours is None else 3600 * hours
 
 
 def _flags(**values: str | None) -> list[str]:

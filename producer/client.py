@@ -12,7 +12,8 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from producer.errors import UsageError
 from producer.store import DEFAULT_QUEUE, Store
 
 if TYPE_CHECKING:
-    from producer.completions import Page
+    from producer.completions import Page, Place
     from producer.jsonl import BadRow, Format
     from producer.sources import Source
     from producer.validation import Validation
@@ -75,6 +76,8 @@ class Client:
         format: Format = "jsonl",
         strict: bool = False,
         max_queued_bytes: int | None = None,
+        expires_in: float | None = None,
+        retry_failed: str | None = None,
         on_progress: OnProgress = _ignore,
         on_bad: OnBad = _ignore,
         on_warning: OnWarning = _ignore,
@@ -84,12 +87,17 @@ class Client:
         Submitting the same files again under the same ``batch_id`` adds only what is missing. A bad line gets
         an error result; with ``strict`` a bad line refuses all (BadLinesError), ``on_bad`` seeing each.
         ``max_queued_bytes`` bounds what waits of the batch in Redis: beyond it the call waits for workers.
+        ``expires_in``: seconds from now after which rows that have not ended end as "batch_expired".
+        ``retry_failed``: a batch that is over; only its rows without an answer are queued, bad lines left
+        out. ``files`` may then be empty: those it was made of.
         ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server.
         """
         from producer import sources
         from producer.validation import BadLinesError, validate
 
         self._check(on_warning)
+        if retry_failed is not None and not files:
+            files = [file.path for file in self._retried(retry_failed).files]
         with sources.readable_twice(sources.expand(files)) as found:
             if strict and (validation := validate(found, format, on_bad, _ignore)).bad:
                 raise BadLinesError(validation)
@@ -99,6 +107,8 @@ class Client:
                 batch_id=batch_id,
                 format=format,
                 max_queued_bytes=max_queued_bytes,
+                expires=None if expires_in is None else time.time() + expires_in,
+                retries=retry_failed,
                 on_progress=on_progress,
                 on_warning=on_warning,
             )
@@ -222,6 +232,21 @@ class Client:
         for warning in self.check():
             on_warning(warning)
 
+    def _retried(self, batch_id: str) -> Record:
+        """A batch of which it is known what failed. Raises UsageError while it runs."""
+        store = self._store
+        with connection.explained(self.url):
+            if not store.status(batch_id).is_over:
+                raise UsageError(f"batch {batch_id} is not over yet: what failed is known at its end")
+            return store.record(batch_id)
+
+    def _failed_rows(self, batch_id: str, record: Record) -> Set[Place]:
+        """Where a batch's rows stand that have no answer. Raises UsageError where it had other files."""
+        from producer import completions
+
+        _require_same_files(self._retried(batch_id), record)
+        return completions.failed(self._store, batch_id)
+
     def _record(self, found: Sequence[Source], queue: str, batch_id: str, format: Format) -> Record:
         """What the batch will be, from the files as they are now."""
         from producer import sources
@@ -244,18 +269,24 @@ class Client:
         batch_id: str | None,
         format: Format,
         max_queued_bytes: int | None,
+        expires: float | None = None,
+        retries: str | None = None,
         on_progress: OnProgress,
         on_warning: OnWarning,
     ) -> Batch:
         from producer import sources
-        from producer.validation import read_all
+        from producer.validation import good_rows, read_all
 
         progress = Progress()
         stamps = list(map(sources.stamp, found))
         record = self._record(found, queue, new_batch_id() if batch_id is None else batch_id, format)
+        record = replace(record, expires=expires, retries=retries)
         with connection.explained(self.url):
+            wanted = None if retries is None else self._failed_rows(retries, record)
             _require_same(self._store.create(record), record)
             rows = read_all(found, record.id, format, on_warning, progress)
+            if wanted is not None:
+                rows = (row for row in good_rows(rows) if (row.file, row.line) in wanted)
             self._enqueue(record, rows, progress, on_progress, max_queued_bytes)
             if stamps != list(map(sources.stamp, found)):
                 raise UsageError(CHANGED.format(id=record.id))
@@ -304,6 +335,14 @@ def _require_same(standing: Record, wanted: Record) -> None:
     start, end = f"batch {wanted.id}", "or submit under a new batch id"
     if standing.queue != wanted.queue:
         raise UsageError(f"{start} is on queue {standing.queue}: say --queue {standing.queue}, {end}")
+    if standing.retries != wanted.retries:
+        flag = f"with --retry-failed {standing.retries}" if standing.retries else "without --retry-failed"
+        raise UsageError(f"{start} was submitted {flag}: do so again, {end}")
+    _require_same_files(standing, wanted)
+
+
+def _require_same_files(standing: Record, wanted: Record) -> None:
+    start, end = f"batch {standing.id}", "or submit under a new batch id"
     if standing.format != wanted.format:
         raise UsageError(f"{start} was read as {standing.format}: say --format {standing.format}, {end}")
     if len(standing.files) != len(wanted.files):

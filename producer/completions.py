@@ -26,6 +26,7 @@ from producer.wire import Failure, Result, parse_job_id
 
 PAGE_ROWS = 500
 BLOCK_MS = 1000  # how long to wait for an end before looking whether any row was lost
+PAUSE_SECONDS = 0.1  # after a page that was not full: 3 ms go into a page, whatever is in it
 START = "0"
 
 Place = tuple[int, int]  # file, line
@@ -72,6 +73,8 @@ def _log(
         yield [entry for entry in entries if _is_row(entry, record)], status
         if entries:
             cursor = entries[-1].cursor
+            if wait and len(entries) < PAGE_ROWS:
+                time.sleep(PAUSE_SECONDS)
         elif not wait:
             return
         else:
@@ -85,6 +88,15 @@ def _is_row(entry: LogEntry, record: Record) -> bool:
     except WireError:
         return False
     return batch_id == record.id and file < len(record.files)
+
+
+def failed(store: Store, batch_id: str) -> set[Place]:
+    """Where the rows stand that ended without an answer: their results lie in the log itself."""
+    cursor, found = START, set[Place]()
+    while entries := store.read_log(batch_id, cursor, PAGE_ROWS):
+        found.update(_place_of(entry) for entry in entries if entry.inline is not None)
+        cursor = entries[-1].cursor
+    return found
 
 
 def fetch(store: Store, record: Record, entries: Sequence[LogEntry]) -> list[Result]:

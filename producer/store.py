@@ -5,7 +5,8 @@ enqueue.py and sweep.py change several of RQ's keys and ours in one transaction,
 Must not know files, terminals or how a row is run.
 
     livebatch:batches               zset    batch id -> created (unix seconds)
-    livebatch:batch:{id}            hash    record (JSON), state open|closed|cancelled, files, keep_seconds
+    livebatch:batch:{id}            hash    record (JSON), state open|closed|cancelled, files, keep_seconds,
+                                            expires (unix seconds; where the batch does)
     livebatch:batch:{id}:counts     hash    rows, completed, failed, cancelled, prompt_tokens,
                                             completion_tokens; queued_at, started_at, completed_at:
                                             unix seconds, see BatchStatus
@@ -118,6 +119,8 @@ class Store:
             pipe.hsetnx(key, "state", "open")
             pipe.hsetnx(key, "files", str(len(record.files)))
             pipe.hsetnx(key, "keep_seconds", str(record.keep_seconds))
+            if record.expires is not None:
+                pipe.hsetnx(key, "expires", repr(record.expires))
             pipe.zadd(BATCHES, {record.id: record.created}, nx=True)
             pipe.hget(key, "record")
             return Record.decode(pipe.execute()[-1])

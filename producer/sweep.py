@@ -1,8 +1,8 @@
 """Rows that will get no result from a worker are ended here, so that no batch hangs short of its end.
 
-Owns cancelling what waits, and giving up what somebody else deleted, failed or cancelled (a dashboard, `rq
-empty`). Walks the batch's ids page by page; Lua ends a row only if it still is where it was seen.
-Must not know files or terminals.
+Owns cancelling what waits, ending it when the batch expires, and giving up what somebody else deleted, failed
+or cancelled (a dashboard, `rq empty`). Walks the batch's ids page by page; Lua ends a row only if it still is
+where it was seen. Must not know files or terminals.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class Sweeper:
         self._cursor = 0
 
     def step(self, *, cancel: bool = False) -> int:
-        """End what is lost on the next page, with ``cancel`` also what waits. Returns the rows ended."""
+        """End what is lost on the next page, with ``cancel`` or past the batch's time also what waits.
+
+        Returns the rows ended.
+        """
         self._cursor, page = cast(
             "tuple[int, dict[bytes, bytes]]",
             self._connection.hscan(ids_key(self._record.id), self._cursor, count=PAGE_ROWS),
@@ -61,14 +64,17 @@ class Sweeper:
 
     def _doomed(self, names: Mapping[str, str], cancel: bool) -> Iterator[tuple[str, Result]]:
         """(where its job is, its result) of each row of the page that nobody will finish."""
+        expires = self._record.expires
+        is_late = expires is not None and time.time() >= expires
+        ended = CANCELLED if cancel else EXPIRED if is_late else None
         answer: Any = self._connection.eval(
             scripts.WHERE, 1, batch_key(self._record.id), *self._prefixes, *names
         )
         for (job_id, custom_id), where in zip(names.items(), map(as_text, answer), strict=True):
             if where in LOST:
                 yield where, self._result(job_id, custom_id, _lost(where))
-            elif cancel and where in WAITING:
-                yield where, self._result(job_id, custom_id, CANCELLED)
+            elif ended and where in WAITING:
+                yield where, self._result(job_id, custom_id, ended)
 
     def _result(self, job_id: str, custom_id: str, failure: Failure) -> Result:
         return Result(custom_id=custom_id, job_id=job_id, created=int(time.time()), failure=failure)
@@ -90,6 +96,8 @@ class Sweeper:
 
 
 CANCELLED = Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
+
+EXPIRED = Failure.of("batch_expired", "the batch's time was over before this row ended")
 
 
 def _lost(where: str) -> Failure:

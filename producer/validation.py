@@ -6,7 +6,7 @@ Owns reading several files as one stream of rows, and counting the bad ones. Mus
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from producer.batch import Progress
@@ -42,6 +42,11 @@ class BadLinesError(UsageError):
         found = f"{validation.bad} of {validation.rows} rows are bad"
         super().__init__(f"nothing was queued: {found}{first}{validation.hint}")
         self.validation = validation
+
+
+def good_rows(rows: Iterable[Request | BadRow]) -> Iterator[Request]:
+    """Bad lines left out."""
+    return (row for row in rows if not isinstance(row, BadRow))
 
 
 def read_all(

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from producer.wire import Request
+from producer.wire import Failure, Request
 from worker.leases import Claim
 from worker.quarantine import SUSPECT_DEATHS, Quarantine
 from worker.rows import PreparedRow
+
+EXPIRED = Failure.of("batch_expired", "the batch's time was over before this row ended")
 
 
 @dataclass(slots=True, eq=False)
@@ -24,12 +26,26 @@ class Held:
     request: Request
     prepared: PreparedRow
     deaths: int
+    expires: float = inf  # when its batch does (unix seconds)
     in_engine: bool = False
 
     @property
     def number(self) -> int:
         """The engine's id of the row: counted by the worker, so in the order rows were taken."""
         return self.prepared.row.id
+
+    @property
+    def deadline(self) -> float:
+        """When the row must have ended (unix seconds)."""
+        timeout = inf if self.request.timeout_s is None else self.request.timeout_s
+        return min(self.claim.lease.started_at + timeout, self.expires)
+
+    @property
+    def lateness(self) -> Failure:
+        """What the row fails with at its deadline."""
+        if self.deadline == self.expires:
+            return EXPIRED
+        return Failure.of("timeout", f"the row took longer than its {self.request.timeout_s:g} s")
 
 
 class Hand:
@@ -71,9 +87,8 @@ class Hand:
         """New rows. Those that bring a history of dead engines will run apart."""
         rows = {held.number: held for held in arrived}
         for number, held in rows.items():
-            if held.request.timeout_s is not None:
-                age = time.time() - held.claim.lease.started_at
-                self._deadlines[number] = time.monotonic() - age + held.request.timeout_s
+            if held.deadline < inf:
+                self._deadlines[number] = time.monotonic() + held.deadline - time.time()
         self._rows |= rows
         self._waiting |= rows
         self._quarantine.arrive(number for number, held in rows.items() if held.deaths >= SUSPECT_DEATHS)

@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from math import inf
 
 from producer.errors import RowError
 from producer.wire import Failure, Request, Result
 from worker import claims
-from worker.hand import Held
+from worker.hand import EXPIRED, Held
 from worker.leases import Claim, Lease
 from worker.rows import RowPreparer
 
@@ -92,12 +93,24 @@ class Intake:
             return request
         if claim.batch_state == b"cancelled" or request.batch_id in self._cancelled:
             return failed(request, CANCELLED)
+        expires = moment(claim.batch_expires)
+        if time.time() >= expires:
+            return failed(request, EXPIRED)
         self._number += 1
         try:
             prepared = self._preparer.prepare(request, self._number)
         except RowError as error:
             return failed(request, Failure.from_error(error))
-        return Held(claim, request, prepared, deaths=int(claim.deaths) if claim.deaths.isdigit() else 0)
+        deaths = int(claim.deaths) if claim.deaths.isdigit() else 0
+        return Held(claim, request, prepared, deaths, expires)
+
+
+def moment(text: bytes) -> float:
+    """Unix seconds; infinity for what says nothing of the kind."""
+    try:
+        return min(float(text), inf)
+    except ValueError:
+        return inf
 
 
 def failed(request: Request, failure: Failure) -> Result:

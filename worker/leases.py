@@ -74,7 +74,8 @@ class Claim:
     failure_ttl: bytes
     deaths: bytes
     enqueued_at: bytes  # RQ's text
-    batch_state: bytes = b""  # of the batch its id names
+    batch_state: bytes = b""  # of the batch its id names,
+    batch_expires: bytes = b""  # and unix seconds, where that expires
 
 
 class Leases:

@@ -79,9 +79,9 @@ end
 # ARGV: rq, worker, execution prefix, now (unix), now (RQ's text), lease seconds, room, largest data in bytes,
 #       our prefix of batches' keys, data in bytes after which no more is taken, the number of fields, the
 #       fields, then (queue, quota) for each queue in order of priority.
-# Returns for each id taken: queue, id, execution, field values and its batch's state. execution '' means that
-# it was not started: the list named something that is no job of RQ's, or one that already ended. data is its
-# size if too large.
+# Returns for each id taken: queue, id, execution, field values, its batch's state and when that expires.
+# execution '' means that it was not started: the list named something that is no job of RQ's, or one that
+# already ended. data is its size if too large.
 CLAIM = (
     _LEASE
     + """
@@ -114,8 +114,8 @@ local function look(id)
   local values = redis.call('HMGET', job_key(id), unpack(fields, 2))
   for i = 1, num_fields - 1 do values[i] = string.sub(values[i] or '', 1, 200) end
   table.insert(values, 1, size > largest and tostring(size) or redis.call('HGET', job_key(id), 'data'))
-  local state = redis.pcall('HGET', ARGV[9] .. string.gsub(id, '%-%d+%-%d+$', ''), 'state')
-  values[num_fields + 1] = type(state) == 'string' and state or ''
+  local batch = redis.pcall('HMGET', ARGV[9] .. string.gsub(id, '%-%d+%-%d+$', ''), 'state', 'expires')
+  for i = 1, 2 do values[num_fields + i] = batch[i] or '' end
   return values
 end
 

@@ -194,8 +194,7 @@ class Service:
         for event in self._events():
             self._handle(event)
         for held in self._hand.late():
-            reason = f"the row took longer than its {held.request.timeout_s:g} s"
-            self._evict(held, Failure.of("timeout", reason))
+            self._evict(held, held.lateness)
         self._sort()
         self._feed()
         self._mind_the_engine()

@@ -19,7 +19,7 @@ from service_fakes import Worker, run_burst, worker
 from kernels.rows import Status
 from producer.embedded import EmbeddedRedis
 from producer.errors import LivebatchError, UsageError
-from producer.store import COMMANDS, Serializer, Store
+from producer.store import COMMANDS, Serializer, Store, batch_key
 from producer.wire import Request, Result
 from worker.events import Died
 from worker.leases import Leases
@@ -140,6 +140,31 @@ def test_a_row_out_of_time_is_evicted(redis_url: str, connection: redis.Redis) -
         assert result is not None and result.failure is not None and result.failure.code == "timeout"
         wait_until(lambda: made.engine.prompts == ["prompt 2"])
         assert len(made.engine.cancelled) == 1
+
+
+def test_rows_end_when_their_batch_expires(redis_url: str, connection: redis.Redis) -> None:
+    """Those that run, though they have more time of their own, and those that are taken later."""
+    enqueue(connection, [request(1), request(2, timeout_s=100.0)])
+    connection.hset(batch_key("b"), "expires", repr(time.time() + 0.5))
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 2)
+        wait_until(lambda: counts(connection) == {"failed": 2})
+        wait_until(lambda: sorted(made.engine.cancelled) == [1, 2])
+        enqueue(connection, [request(3)])
+        wait_until(lambda: counts(connection) == {"failed": 3})
+    for found in log(connection).values():
+        assert found is not None and found.failure is not None
+        assert (found.failure.code, found.failure.status_code) == ("batch_expired", None)
+
+
+@pytest.mark.parametrize("expires", ["", "soon", "nan", "inf", "1e999"])
+def test_a_batch_that_says_nonsense_does_not_expire(
+    redis_url: str, connection: redis.Redis, expires: str
+) -> None:
+    enqueue(connection, [request(1)])
+    connection.hset(batch_key("b"), "expires", expires)
+    run_burst(redis_url)
+    assert counts(connection) == {"completed": 1}
 
 
 def test_a_stop_string_ends_a_row_and_frees_its_place(redis_url: str, connection: redis.Redis) -> None:

@@ -1,0 +1,111 @@
+"""Rows without an answer: of a batch whose time is over, and those submitted again because they failed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import redis
+from tiny_worker import TinyWorker, codes, rows, write
+
+from producer import completions
+from producer.cli import app
+from producer.client import Client
+from producer.errors import UsageError
+from producer.store import batch_key
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def client(redis_url: str) -> Client:
+    return Client(redis_url)
+
+
+@pytest.fixture
+def worker(connection: redis.Redis) -> TinyWorker:
+    return TinyWorker(connection)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "BLOCK_MS", 20)
+
+
+def test_queued_rows_end_when_the_batch_expires(client: Client, worker: TinyWorker, tmp_path: Path) -> None:
+    client.submit([write(tmp_path / "in.jsonl", rows(4))], batch_id="m", expires_in=0.5)
+    worker.complete(worker.claim(1))
+    (running,) = worker.claim(1)
+    pages = client.pages("m", follow=True)
+    found = []
+    while len(found) < 3:  # nobody has to wait for the running one: that is its worker's
+        found += next(pages).results
+    assert [result.failure and result.failure.code for result in found] == [None] + ["batch_expired"] * 2
+    worker.complete([running])
+    found += [result for page in pages for result in page.results]
+    assert [result.custom_id for result in found] == ["r0", "r2", "r3", "r1"]
+    assert (client.status("m").completed, client.status("m").failed) == (2, 2)
+
+
+def test_a_batch_without_an_end_has_none(client: Client, connection: redis.Redis, tmp_path: Path) -> None:
+    client.submit([write(tmp_path / "in.jsonl", rows(1))], batch_id="m")
+    assert connection.hget(batch_key("m"), "expires") is None
+    client.submit([write(tmp_path / "in.jsonl", rows(1))], batch_id="n", expires_in=100)
+    assert 90 < float(connection.hget(batch_key("n"), "expires") or 0) - time.time() <= 100
+
+
+@pytest.fixture
+def half_failed(client: Client, worker: TinyWorker, tmp_path: Path) -> str:
+    """Batch m is over: r1 and r3 have no answer, line 5 is no JSON."""
+    path = write(tmp_path / "in.jsonl", [*rows(4), "{bad"])
+    client.submit([path], batch_id="m")
+    live = worker.claim()
+    worker.complete([live[0], live[2]])
+    worker.fail([live[1], live[3]], "timeout")
+    return path
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_rows_that_failed_are_submitted_again(
+    client: Client, worker: TinyWorker, half_failed: str, named: bool
+) -> None:
+    files = [half_failed] if named else []
+    batch = client.submit(files, retry_failed="m", batch_id="n")
+    assert (batch.queued, batch.already, batch.failed) == (2, 0, 0)
+    again = client.submit(files, retry_failed="m", batch_id="n")
+    assert (again.queued, again.already, again.failed) == (0, 2, 0)
+    assert worker.run() == 2
+    assert codes(client.results("n", ordered=True)) == {"r1": None, "r3": None}
+    assert client.status("n").is_over
+    assert client.submit(files, retry_failed="n", batch_id="o").queued == 0
+
+
+def test_what_cannot_be_tried_again(client: Client, worker: TinyWorker, half_failed: str) -> None:
+    client.submit([half_failed], retry_failed="m", batch_id="n")
+    with pytest.raises(UsageError, match="not over yet"):
+        client.submit([half_failed], retry_failed="n")
+    worker.run()
+    with pytest.raises(UsageError, match="n was submitted with --retry-failed m"):
+        client.submit([half_failed], batch_id="n")
+    with pytest.raises(UsageError, match="m was submitted without --retry-failed"):
+        client.submit([half_failed], batch_id="m", retry_failed="n")
+    with pytest.raises(UsageError, match="there is no batch x"):
+        client.submit([half_failed], retry_failed="x")
+    write(Path(half_failed), rows(4))
+    with pytest.raises(UsageError, match=r"is not the .* that batch m was made of"):
+        client.submit([], retry_failed="m")
+
+
+def test_the_command_names_both(
+    redis_url: str, client: Client, half_failed: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from typer.testing import CliRunner
+
+    flags = ["--redis", redis_url, "--batch-id", "n"]
+    done = CliRunner().invoke(app, ["submit", "--retry-failed", "m", "--expires-in", "0.5", *flags])
+    assert done.exit_code == 0, done.output
+    assert client.status("n").rows == 2
+    done = CliRunner().invoke(app, ["submit", *flags])
+    assert isinstance(done.exception, UsageError)
+    assert "name the files to submit" in str(done.exception)
