@@ -244,8 +244,9 @@ class Client:
         """Where a batch's rows stand that have no answer. Raises UsageError where it had other files."""
         from producer import completions
 
-        _require_same_files(self._retried(batch_id), record)
-        return completions.failed(self._store, batch_id)
+        retried = self._retried(batch_id)
+        _require_same_files(retried, record)
+        return completions.failed(self._store, retried)
 
     def _record(self, found: Sequence[Source], queue: str, batch_id: str, format: Format) -> Record:
         """What the batch will be, from the files as they are now."""

@@ -90,11 +90,12 @@ def _is_row(entry: LogEntry, record: Record) -> bool:
     return batch_id == record.id and file < len(record.files)
 
 
-def failed(store: Store, batch_id: str) -> set[Place]:
+def failed(store: Store, record: Record) -> set[Place]:
     """Where the rows stand that ended without an answer: their results lie in the log itself."""
     cursor, found = START, set[Place]()
-    while entries := store.read_log(batch_id, cursor, PAGE_ROWS):
-        found.update(_place_of(entry) for entry in entries if entry.inline is not None)
+    while entries := store.read_log(record.id, cursor, PAGE_ROWS):
+        rows = (entry for entry in entries if entry.inline is not None and _is_row(entry, record))
+        found.update(map(_place_of, rows))
         cursor = entries[-1].cursor
     return found
 

@@ -157,3 +157,19 @@ def test_released_rows_leave_redis_and_are_not_run_again(
     assert {again[f"r{n}"] for n in range(10, 15)} == {"model_not_found"}
     assert {again[f"r{n}"] for n in range(15, 20)} == {None}
     assert client.status("m").is_over
+
+
+def test_failed_rows_of_a_released_batch_can_run_again(
+    client: Client, connection: redis.Redis, tmp_path: Path
+) -> None:
+    """Their ends stand in the log, beside whatever else somebody wrote there."""
+    path, worker = write(tmp_path / "a.jsonl", rows(4)), TinyWorker(connection)
+    client.submit([path], batch_id="m")
+    live = worker.claim()
+    worker.complete(live[:2])
+    worker.fail(live[2:])
+    client.release("m", [result.job_id for result in client.results("m")])
+    for name in ("m-9-1", "other-0-1", "x"):
+        connection.xadd("livebatch:batch:m:log", {"j": name, "r": "{}"})
+    assert client.submit([path], batch_id="again", retry_failed="m").queued == 2
+    assert job_ids(connection) == ["again-0-3", "again-0-4"]
