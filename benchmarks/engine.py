@@ -93,7 +93,7 @@ def through_redis(findings: Findings, told: argparse.Namespace) -> None:
 
 def record(told: argparse.Namespace, found: list[dict[str, Any]], begun: float) -> dict[str, Any]:
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python {sys.argv[0]} --cases {told.cases} --peers {told.peers} --rounds {told.rounds}",
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(time.perf_counter() - begun),
         "model": told.model.name,

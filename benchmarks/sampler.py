@@ -55,6 +55,7 @@ class Case:
         prompts = np.random.default_rng(0).integers(vocab_size, size=(batch, 2000))
         for slot, fields in enumerate(self.settings):
             self.sampler.admit(slot, RowParams(max_tokens=6000, seed=slot, **fields), prompts[slot].tolist())
+        self.sampler.flush()
         self.next_ids = cp.zeros(batch, cp.int64)
         self.packed = cp.empty_like(buffers[0])
         keys = [tuple(each.values()) for each in self.settings]
@@ -241,6 +242,12 @@ def measure(batch: int, vocab_size: int, mix: str, buffers: list[Any], check: bo
     return row
 
 
+def settings_of(arguments: list[str]) -> list[str]:
+    """The arguments without where the result goes."""
+    at = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "sampler.json")
@@ -264,7 +271,7 @@ def main() -> None:
         "driver": cp.cuda.runtime.driverGetVersion(),
         "cupy": cp.__version__,
         "python": platform.python_version(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", sys.argv[0], *settings_of(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
     }
     options.out.write_text(json.dumps({"machine": machine, "rows": rows, "torch": torch_rows}, indent=1))
