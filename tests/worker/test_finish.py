@@ -17,7 +17,7 @@ from rq_rows import BATCH, counts, enqueue, fetch, log, request, returned, statu
 from producer.store import Serializer
 from producer.wire import Choice, Failure, Result, Usage
 from worker.finish import Finisher, ending
-from worker.leases import Claim, Leases
+from worker.leases import Claim, Leases, recover
 from worker.rq_classes import Entry
 
 pytestmark = pytest.mark.redis
@@ -276,6 +276,20 @@ def test_keys_of_one_job_turned_into_something_else_cost_its_neighbours_nothing(
     assert bench.leases.renew([claim.lease for claim in claims]) == []
     assert bench.finish(claims) == 3
     assert [len(returned(connection, f"b-0-{number}")) for number in (1, 2, 3)] == [1, 1, 1]
+    assert not connection.exists("rq:wip:q")
+
+
+def test_a_leased_job_that_is_no_hash_any_more_is_lost_alone(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(number) for number in (1, 2, 3, 4)])
+    claims = bench.claim(4)
+    for number in (2, 4):
+        connection.delete(f"rq:job:b-0-{number}")
+        connection.sadd(f"rq:job:b-0-{number}", "not what it was")
+    leases = [claim.lease for claim in claims]
+    assert bench.leases.renew(leases[:2]) == [leases[1]]
+    assert bench.finish(claims[:2]) == 1
+    connection.zadd("rq:wip:q", dict.fromkeys(connection.zrange("rq:wip:q", 0, -1), 1.0))  # the worker died
+    assert recover(connection, "q") == ["b-0-3"]
     assert not connection.exists("rq:wip:q")
 
 
