@@ -278,7 +278,7 @@ def status(
     from producer.client import Client
 
     client = Client(redis)
-    batches = [client.status(batch)] if batch else client.list()
+    batches = [client.status(batch)] if batch else client.list(on_warning=_warn)
     workers = client.workers()
     if as_json:
         found = [status.to_dict(workers) for status in batches]
@@ -297,7 +297,7 @@ def list_batches(as_json: Json = False, redis: Redis = None) -> None:
     from producer.client import Client
 
     client = Client(redis)
-    batches, workers = client.list(), client.workers()
+    batches, workers = client.list(on_warning=_warn), client.workers()
     if as_json:
         _print_json([status.to_dict(workers) for status in batches])
     else:

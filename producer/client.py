@@ -166,11 +166,11 @@ class Client:
         with connection.explained(self.url):
             return store.status(batch_id)
 
-    def list(self) -> Sequence[BatchStatus]:
-        """Every batch Redis still knows, newest first."""
+    def list(self, *, on_warning: OnWarning = _ignore) -> Sequence[BatchStatus]:
+        """Every batch Redis still knows, newest first. ``on_warning`` is told of those that are damaged."""
         store = self._store
         with connection.explained(self.url):
-            return store.statuses(store.batch_ids())
+            return store.statuses(store.batch_ids(), on_warning)
 
     def workers(self) -> Sequence[WorkerReport]:
         """Live workers, by name."""

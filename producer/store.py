@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -144,16 +144,28 @@ class Store:
             self.connection.zrem(BATCHES, *gone)
         return [name for name in names if name not in set(gone)]
 
-    def statuses(self, batch_ids: Sequence[str]) -> list[BatchStatus]:
-        """Of those batches that exist. One round trip."""
+    def statuses(
+        self, batch_ids: Sequence[str], on_damaged: Callable[[str], None] | None = None
+    ) -> list[BatchStatus]:
+        """Of those batches that exist. One round trip.
+
+        A batch that cannot be read is a StoreError, or left out where ``on_damaged`` is there to be told.
+        """
         batch_ids = [batch_id for batch_id in batch_ids if batch_id.isascii()]  # the others cannot exist
         with self.connection.pipeline(transaction=False) as pipe:
             for batch_id in batch_ids:
                 pipe.hmget(batch_key(batch_id), ["record", "state"])
                 pipe.hgetall(counts_key(batch_id))
-            answers = pipe.execute()
-        parts = zip(answers[::2], answers[1::2], strict=True)
-        return [_status(head, counts) for head, counts in parts if head[0] is not None]
+            answers = _answers(pipe)
+        found = []
+        for batch_id, head, counts in zip(batch_ids, answers[::2], answers[1::2], strict=True):
+            try:
+                found += [] if head and head[0] is None else [_status(head, counts)]
+            except StoreError as error:
+                if on_damaged is None:
+                    raise
+                on_damaged(f"batch {batch_id} is left out: {error}")
+        return found
 
     def status(self, batch_id: str) -> BatchStatus:
         """Raises UsageError when there is no such batch."""
@@ -205,11 +217,11 @@ class Store:
         }
 
     def states(self, batch_ids: Sequence[str]) -> list[State | None]:
-        """None: no such batch (or it aged away). One round trip."""
+        """None: no such batch (or it aged away, or is none). One round trip."""
         with self.connection.pipeline(transaction=False) as pipe:
             for batch_id in batch_ids:
                 pipe.hget(batch_key(batch_id), "state")
-            return [cast("State", as_text(state)) if state else None for state in pipe.execute()]
+            return [cast("State", as_text(state)) if state else None for state in _answers(pipe)]
 
     def workers(self) -> list[WorkerReport]:
         """Workers that reported lately, by name. The names of those that fell silent are forgotten."""
@@ -227,11 +239,24 @@ class Store:
         ]
 
 
+def _answers(pipe: Pipeline) -> list[Any]:
+    """What a pipeline answers, None for keys that somebody made into something else."""
+    from redis.exceptions import ResponseError
+
+    answers = pipe.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception) and type(answer) is not ResponseError:
+            raise answer
+    return [None if isinstance(answer, ResponseError) else answer for answer in answers]
+
+
 def no_such_batch(batch_id: str) -> UsageError:
     return UsageError(f"there is no batch {batch_id}: `producer list` shows those there are")
 
 
-def _status(head: list[bytes | None], counts: Counts) -> BatchStatus:
+def _status(head: list[bytes | None] | None, counts: Counts | None) -> BatchStatus:
+    if head is None or counts is None:
+        raise StoreError("one of its keys in Redis is no hash")
     record = Record.decode(head[0] or b"")
     numbers = _numbers(record.id, counts)
     names = ("rows", "completed", "failed", "cancelled", "prompt_tokens", "completion_tokens")

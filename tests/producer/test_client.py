@@ -234,6 +234,29 @@ def test_damaged_counts_are_told(
         client.status("m")
 
 
+def test_a_damaged_batch_does_not_hide_the_others(
+    client: Client, connection: redis.Redis, submit: Callable[..., Batch], tmp_path: Path
+) -> None:
+    submit(*rows(1))
+    for name in ("counts", "record", "kind"):
+        client.submit([write(tmp_path / "in.jsonl", rows(1))], batch_id=name)
+    connection.hset("livebatch:batch:counts:counts", "rows", "junk")
+    connection.hset("livebatch:batch:record", "record", "junk")
+    connection.delete("livebatch:batch:kind:counts")
+    connection.sadd("livebatch:batch:kind:counts", "junk")
+    told: list[str] = []
+    assert [status.id for status in client.list(on_warning=told.append)] == ["m"]
+    assert sorted(text.split(" is left out: ")[0] for text in told) == [
+        "batch counts",
+        "batch kind",
+        "batch record",
+    ]
+    connection.delete("livebatch:batch:kind")
+    connection.sadd("livebatch:batch:kind", "junk")
+    assert Store(connection).is_cancelled(["m", "kind"]) == set()
+    assert [status.id for status in client.list()] == ["m"]
+
+
 # Input order.
 
 
