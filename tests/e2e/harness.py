@@ -28,8 +28,15 @@ def worker(
     """A worker process; SIGTERM at the end, and its log printed for the failing test to show."""
     command = [sys.executable, "-m", "worker.cli", "run", "--model", str(model)]
     command += ["--queue", queue, "--redis", url, *flags]
+    with running(command, environment()) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def running(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process; SIGTERM at the end, and its output printed."""
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment())
+        process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env)
         try:
             yield process
         finally:
