@@ -291,7 +291,7 @@ def test_ctrl_c_while_queueing_says_how_to_queue_the_rest(
     assert Client().status("m").rows == 5
 
 
-def ctrl_c(*_: object) -> None:
+def ctrl_c(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
