@@ -184,7 +184,7 @@ def test_next_ids_stay_on_the_device() -> None:
 
 
 def test_rows_come_and_go_between_steps() -> None:
-    """The device is told of all at once, in the sampler's order; sometimes they are more than a copy holds."""
+    """The device is told of all at once, in the sampler's order; at times they are more than a copy holds."""
     dice = np.random.default_rng(11)
     slots, vocab_size, length = 24, 200, 40_000
     twins = (cpu.BatchedSampler(slots, vocab_size, length), OnDevice(slots, vocab_size, length))
