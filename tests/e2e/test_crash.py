@@ -79,6 +79,20 @@ def test_the_engine_killed_in_mid_batch(redis_url: str, connection: redis.Redis,
         collect(redis_url, tmp_path, lines)
 
 
+def test_a_hung_engine_is_killed_and_started_again(
+    redis_url: str, connection: redis.Redis, tmp_path: Path
+) -> None:
+    lines = rows()
+    submit(redis_url, tmp_path, lines)
+    with worker(redis_url, "dummy", "--max-batch", "8", "--engine-timeout", "2") as process:
+        wait_for(lambda: completed(connection) >= 5)
+        hung = engine_of(process)
+        assert hung is not None
+        os.kill(hung, signal.SIGSTOP)
+        wait_for(lambda: engine_of(process) not in (None, hung))
+        collect(redis_url, tmp_path, lines)
+
+
 def test_the_worker_killed_in_mid_batch(redis_url: str, connection: redis.Redis, tmp_path: Path) -> None:
     """The other worker runs the dead one's rows within 15 s: a lease of 10, and 3 between two looks."""
     lines = rows(80)
