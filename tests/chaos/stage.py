@@ -154,6 +154,12 @@ class Stage:
     def exits(self) -> Counter[int]:
         return sum((worker.exits for worker in self.workers), Counter())
 
+    @property
+    def engine_deaths(self) -> int:
+        """As the workers noticed them."""
+        logs = self.folder.glob("worker-*.log")
+        return sum(log.read_text(errors="replace").count("the engine died") for log in logs)
+
     # -- what goes wrong
 
     def strike(self, fault: Fault) -> bool:

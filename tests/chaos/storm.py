@@ -24,6 +24,7 @@ from chaos.verdict import Answers, Verdict, judge
 from e2e.harness import by_id, write
 
 TICK_SECONDS = 0.05
+HEAD = ("seed", "faults", "restarts", "rows lost", "doubled", "mixed up", "seconds", "clean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Outcome:
     struck: Counter[str]
     due: int
     exits: Counter[int]
+    engine_deaths: int
     rq_rounds: int
     seconds: float
     is_over: bool
@@ -65,14 +67,25 @@ class Outcome:
             f"seed {plan.seed}: {plan.rows:,} rows, {name(plan.model)}, {plan.workers} workers, {end}",
             f"  rows {wrong}; cancelled as asked {verdict.cancelled}",
             f"  {self.struck.total()} of {self.due} faults: {faults}",
-            f"  workers ended: {restarts or 'never'}; RQ's own tools ran {self.rq_rounds} times",
+            f"  engines died {self.engine_deaths} times; workers ended: {restarts or 'never'}",
+            f"  RQ's own tools ran {self.rq_rounds} times",
         ]
         names = [*verdict.lost[:10], *verdict.doubled[:10], *verdict.mixed_up[:10], *verdict.wrong]
         return "\n".join([*said, *(f"  ! {what}" for what in names)])
 
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """Its line of the table, as HEAD names them."""
+        verdict = self.verdict
+        bad = (len(verdict.lost), len(verdict.doubled), len(verdict.mixed_up))
+        restarts = self.exits.total() + self.engine_deaths
+        is_clean = "yes" if self.is_clean else "NO"
+        return (self.plan.seed, self.struck.total(), restarts, *bad, f"{self.seconds:.0f}", is_clean)
+
     def encode(self) -> str:
         found = {"struck": dict(self.struck), "exits": dict(self.exits), "is_clean": self.is_clean}
         found |= {"plan": asdict(self.plan), "verdict": asdict(self.verdict), "due": self.due}
+        found["engine_deaths"] = self.engine_deaths
         return json.dumps({**found, "rq_rounds": self.rq_rounds, "seconds": round(self.seconds, 1)})
 
 
@@ -109,6 +122,7 @@ def storm(folder: Path, plan: Plan, files: Mapping[str, Path], answers: Mapping[
             struck=struck,
             due=plan.faults + struck["submission killed"],
             exits=stage.exits,
+            engine_deaths=stage.engine_deaths,
             rq_rounds=stage.reader.rounds,
             seconds=time.monotonic() - begun,
             is_over=is_over,
@@ -132,7 +146,7 @@ def _play(stage: Stage, plan: Plan, struck: Counter[str], limit: float) -> bool:
 
 def run(plans: list[Plan], keep: Path | None, out: Path | None) -> bool:
     """One calm run, then the storms one after the other. Whether all were clean."""
-    clean = True
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="livebatch-chaos-") as scratch:
         folder, first = keep or Path(scratch), plans[0]
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,11 +161,13 @@ def run(plans: list[Plan], keep: Path | None, out: Path | None) -> bool:
         for plan in plans:
             outcome = storm(folder / f"seed-{plan.seed}", plan, files, answers)
             print(outcome.show(), flush=True)
-            clean &= outcome.is_clean
+            outcomes.append(outcome)
             if out:
                 with out.open("a") as stream:
                     stream.write(outcome.encode() + "\n")
-    return clean
+    for cells in (HEAD, *(outcome.cells for outcome in outcomes)):
+        print("  ".join(f"{cell!s:>9}" for cell in cells))
+    return all(outcome.is_clean for outcome in outcomes)
 
 
 def main() -> None:
@@ -162,7 +178,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds of one storm")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds of one storm")
     parser.add_argument("--keep", type=Path, help="a folder for logs, results and Redis's files")
     parser.add_argument("--out", type=Path, help="a line of JSON for each storm")
     told = parser.parse_args()
