@@ -26,7 +26,7 @@ from producer.wire import Failure, Result, parse_job_id
 
 PAGE_ROWS = 500
 BLOCK_MS = 1000  # how long to wait for an end before looking whether any row was lost
-PAUSE_SECONDS = 0.1  # after a page that was not full: 3 ms go into a page, whatever is in it
+PAUSE_SECONDS = 0.1  # after a page that was not full and may not be the last: 3 ms go into any page
 START = "0"
 
 Place = tuple[int, int]  # file, line
@@ -73,7 +73,7 @@ def _log(
         yield [entry for entry in entries if _is_row(entry, record)], status
         if entries:
             cursor = entries[-1].cursor
-            if wait and len(entries) < PAGE_ROWS:
+            if wait and len(entries) < min(PAGE_ROWS, status.waiting):
                 time.sleep(PAUSE_SECONDS)
         elif not wait:
             return
