@@ -106,6 +106,21 @@ def test_follow_ends_with_the_batch(client: Client, worker: TinyWorker, submit: 
     thread.join()
 
 
+def test_a_lone_row_is_read_without_a_pause(
+    client: Client, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pauses save a follower of many rows the pages it would read too early; the last page ends the batch."""
+    worker, pauses = TinyWorker(connection), list[float]()
+    monkeypatch.setattr(completions.time, "sleep", pauses.append)
+    client.submit_rows(rows(1), batch_id="m")
+    pages = client.pages("m", follow=True)
+    ending = threading.Timer(0.2, worker.run)
+    ending.start()
+    found = [result.custom_id for page in pages for result in page.results]
+    ending.join()
+    assert (found, pauses) == (["r0"], [])
+
+
 def test_follow_waits_for_a_producer_that_is_still_queueing(
     client: Client, worker: TinyWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
