@@ -204,6 +204,14 @@ local function end_job(queue, id, execution, status, registry, keep, reason, kin
   redis.pcall('ZADD', rq .. ':' .. registry .. ':' .. queue, score, id)
 end
 
+-- Whether the log has the row's end already. RQ's cleanup is not atomic: it may have queued a job again that
+-- ended while it looked, and the row has run once more.
+local function has_ended(batch, id)
+  local file, line = string.match(id, '-(%d+)-(%d+)$')
+  if batch == '' or not file or tonumber(line) >= 2 ^ 32 then return false end
+  return redis.pcall('GETBIT', batch .. ':ended:' .. file, line) == 1
+end
+
 -- What the log and the worker's totals shall say of a row that ended.
 local function note(id, batch, outcome, result, prompt_tokens, completion_tokens, taken)
   tally[outcome] = tally[outcome] + 1
@@ -223,8 +231,10 @@ for i = 6, #ARGV, 16 do
   local waits = redis.call('TYPE', job_key(id) .. ':dependents').ok == 'set'
   if state == 1 and ARGV[5] == 'free' and waits then state = 2 end
   if state == 1 then
-    end_job(unpack(ARGV, i, i + 9))
-    note(id, unpack(ARGV, i + 10, i + 15))
+    local fields, is_first = {unpack(ARGV, i, i + 9)}, not has_ended(ARGV[i + 10], id)
+    if not is_first then fields[8] = '' end  -- the result that is there stands
+    end_job(unpack(fields))
+    if is_first then note(id, unpack(ARGV, i + 10, i + 15)) end
   end
   if state < 2 then forget(worker, queue, id, execution) end
   states[#states + 1] = state

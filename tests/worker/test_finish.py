@@ -215,6 +215,29 @@ def test_a_lease_renewed_behind_rqs_back_gives_no_second_result(connection: redi
     assert len(returned(connection, "b-0-2")) == 1
 
 
+@pytest.mark.parametrize("code", [None, "timeout"])
+def test_a_row_rq_queues_again_though_it_has_ended_keeps_its_first_result(
+    connection: redis.Redis, code: str | None
+) -> None:
+    """RQ's cleanup looks, the row ends, RQ's cleanup writes."""
+    enqueue(connection, [request(2)])
+    bench = Bench(connection)
+    claims = bench.claim(1)
+    seen = fetch(connection, "b-0-2")
+    assert bench.finish(claims, "first") == 1
+    with connection.pipeline() as pipe:
+        seen.retry(Queue("q", connection=connection, serializer=Serializer), pipe)
+        pipe.execute()
+    (again,) = bench.claim(1)
+    second = failed(again, code) if code else completed(again, "second")
+    assert bench.finisher.write([ending(again, second)]) == 1
+    (result,) = returned(connection, "b-0-2")
+    assert result["choices"][0]["text"] == "first"
+    assert (log(connection), counts(connection)) == ({"b-0-2": None}, {"completed": 1})
+    assert connection.ttl("rq:job:b-0-2") > 0
+    assert not connection.exists("rq:wip:q", "rq:queue:q")
+
+
 def test_writing_again_after_an_unclear_answer_is_harmless(bench: Bench, connection: redis.Redis) -> None:
     enqueue(connection, [request(1)])
     claims = bench.claim(1)
