@@ -57,4 +57,4 @@ def test_the_judge_sees(lines: list[Line], lost: list[str], doubled: list[str], 
 @pytest.mark.redis
 @pytest.mark.timeout(180)
 def test_a_small_storm() -> None:
-    assert run([Plan(seed=0, model="dummy", rows=60, faults=6, workers=2, limit_seconds=150)], None, None)
+    assert run([Plan(seed=0, model="dummy", rows=40, faults=6, workers=2, limit_seconds=150)], None, None)

@@ -65,31 +65,19 @@ def completed(connection: redis.Redis) -> int:
     return Store(connection).status("b").completed
 
 
-def test_the_engine_killed_in_mid_batch(redis_url: str, connection: redis.Redis, tmp_path: Path) -> None:
-    lines = rows()
-    submit(redis_url, tmp_path, lines)
-    with worker(redis_url, "dummy", "--max-batch", "8") as process:
-        for reached in (5, 20):
-            wait_for(lambda reached=reached: completed(connection) >= reached)
-            killed = engine_of(process)
-            assert killed is not None
-            os.kill(killed, signal.SIGKILL)
-            wait_for(lambda killed=killed: engine_of(process) not in (None, killed))
-        assert completed(connection) < len(lines), "killed too late to show anything"
-        collect(redis_url, tmp_path, lines)
-
-
-def test_a_hung_engine_is_killed_and_started_again(
+def test_the_engine_killed_in_mid_batch_and_hung_later(
     redis_url: str, connection: redis.Redis, tmp_path: Path
 ) -> None:
     lines = rows()
     submit(redis_url, tmp_path, lines)
     with worker(redis_url, "dummy", "--max-batch", "8", "--engine-timeout", "2") as process:
-        wait_for(lambda: completed(connection) >= 5)
-        hung = engine_of(process)
-        assert hung is not None
-        os.kill(hung, signal.SIGSTOP)
-        wait_for(lambda: engine_of(process) not in (None, hung))
+        for reached, number in ((5, signal.SIGKILL), (20, signal.SIGSTOP)):
+            wait_for(lambda reached=reached: completed(connection) >= reached)
+            struck = engine_of(process)
+            assert struck is not None
+            os.kill(struck, number)
+            wait_for(lambda struck=struck: engine_of(process) not in (None, struck))
+        assert completed(connection) < len(lines), "struck too late to show anything"
         collect(redis_url, tmp_path, lines)
 
 

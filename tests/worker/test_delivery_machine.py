@@ -313,7 +313,7 @@ def test_each_row_ends_once_whatever_befalls_its_workers(
 ) -> None:
     monkeypatch.setattr(Delivery, "url", redis_url, raising=False)
     limits = settings(
-        max_examples=30,
+        max_examples=18,
         stateful_step_count=50,
         deadline=None,
         derandomize=bool(os.environ.get("CI")),
