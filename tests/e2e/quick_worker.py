@@ -30,7 +30,8 @@ class Fragile(dummy.DummyModel):
         return super().run(batch)
 
 
-dummy.DummyModel = Fragile  # type: ignore[misc]
+if __name__ in ("__main__", "__mp_main__"):  # the worker and its engine, not a test that wants the constants
+    dummy.DummyModel = Fragile  # type: ignore[misc]
 
 if __name__ == "__main__":
     told = settings.read(model="dummy", redis_url=sys.argv[1], max_batch=int(sys.argv[2]))
