@@ -128,7 +128,8 @@ def test_the_needle_is_found(parts: Parts, answers: list[dict[str, Any]]) -> Non
     needle = [one for one in answers if one["name"] == "needle"]
     (output,) = run(parts.engine(), questions(needle)).values()
     text = Tokenizer.load(parts.folder.path).decode(output.tokens)
-    assert ("7481" in text) == ("7481" in Tokenizer.load(parts.folder.path).decode(needle[0]["answer"]))
+    assert "Margaret" in text
+    assert "Margaret" in Tokenizer.load(parts.folder.path).decode(needle[0]["answer"])  # so the CPU found it
 
 
 def test_chunks_among_decodes_over_poisoned_blocks(parts: Parts, answers: list[dict[str, Any]]) -> None:

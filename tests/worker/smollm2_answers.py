@@ -25,7 +25,10 @@ from worker.scheduler import Policy
 from worker.sequence import Row
 from worker.tokenizer import Tokenizer
 
-NEEDLE = "The secret number of the lighthouse is 7481."
+NEEDLE = "The name of the lighthouse keeper is Margaret."
+QUESTION = (
+    "\nQuestion: What is the name of the lighthouse keeper?\nAnswer: The name of the lighthouse keeper is"
+)
 HAY = "The sea was calm that day and the boats went out early to fish near the rocks. "
 QUESTIONS = (
     "What is the capital of France?",
@@ -49,9 +52,7 @@ def chat(tokenizer: Tokenizer, question: str) -> list[int]:
 def haystack(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
     """About ``num_tokens`` of hay, the needle a third of the way in, and the question."""
     hay, needle = tokenizer.encode(HAY), tokenizer.encode(NEEDLE + " ")
-    question = tokenizer.encode(
-        "\nQuestion: What is the secret number of the lighthouse?\nAnswer: The secret"
-    )
+    question = tokenizer.encode(QUESTION)
     copies = (num_tokens - len(needle) - len(question)) // len(hay)
     return [*hay * (copies // 3), *needle, *hay * (copies - copies // 3), *question]
 
