@@ -102,7 +102,7 @@ class Engine:
     def step(self) -> list[Output]:
         """Runs the model once. Every added row gets exactly one Output whose status is not RUNNING."""
         self._conclude_trial()
-        if self._scheduler.must_preempt:
+        if self._flights and self._scheduler.must_preempt:
             self._land(0)
         step = self._scheduler.plan(self._bisection.on_trial)
         if len(step):
