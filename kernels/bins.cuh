@@ -54,12 +54,13 @@ DEVICE void clear_bins(Shared& s) {
 }
 
 // The bins near the maximum. Some 7,000 of a row's entries reach the smallest of 1,024 group maxima, whatever the row
-// (1,024 ln 1,024 of independent ones): as many as nuclei have, few enough to keep.
+// (1,024 ln 1,024 of independent ones): as many as nuclei have, few enough to keep. An even number of bins, or all:
+// a depth on the border between two rounds to the even one, so what is not below this border is no near bin's.
 struct Near {
   int bins;
   float depth;  // where they end
 
-  DEVICE explicit Near(int wanted) : bins(min(wanted, BINS)), depth((bins - 0.5f) / (64 * 32)) {}
+  DEVICE explicit Near(int wanted) : bins(min((wanted + 1) & ~1, BINS)), depth((bins - 0.5f) / (64 * 32)) {}
   DEVICE bool has(float other) const { return other < depth; }
 };
 
@@ -115,7 +116,7 @@ template <class L> RARELY Found fill_near_slowly(L z, Shared& s, Team team, Dept
 
 // Adds the block's share of the other entries to its bins.
 template <class L> RARELY void fill_far(L z, Shared& s, Team team, Depths depths, Near near) {
-  Walk<L, 2>(z, team).run([&](Four f, int) {
+  Walk<L, AHEAD>(z, team).run([&](Four f, int) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float depth = depths.of(f.x[j]);

@@ -10,7 +10,7 @@ constexpr int BINS = 43 * 32 + 1;  // of 1/32 octave of probability; further dow
 // SM's memory is left to its cache.
 constexpr bool KEEPS = CLUSTER > 2;
 constexpr int KEPT = KEEPS ? 24 : 1;
-constexpr int AHEAD = BLOCKS == 1 ? 4 : 2;  // loads in flight while masses are summed: as registers allow
+constexpr int AHEAD = BLOCKS == 1 ? SCAN_UNROLL : 2;  // loads in flight while masses are summed: as registers allow
 constexpr int CHUNK_BITS = 10;    // ids per chunk of the draw in id order
 constexpr int STRIP_BITS = 8;     // ids that one warp sums at a time
 constexpr int MAX_STRIPS = 1024;

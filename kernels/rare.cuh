@@ -3,7 +3,8 @@
 #pragma once
 #include "bins.cuh"
 
-RARELY void push(Shared& first, u64 rank) {
+// Inline: a call would wait for all the loads that are in flight.
+DEVICE void push(Shared& first, u64 rank) {
   int place = atomicAdd(&first.found, 1);
   if (place < CAPACITY) first.ranks[place] = rank;
 }

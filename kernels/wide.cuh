@@ -148,11 +148,12 @@ DEVICE void draw_collected(Shared& s, int n, const Depths& depths, u64 end, u64 
   __syncthreads();
 }
 
-// top_p (and min_p) without top_k. One pass sums the masses and fills the near bins (rarely one more the others); the
-// entries that matter go to the first block, which sorts them. The token in the first block's s.token.
+// top_p (and min_p) without top_k. One pass sums the masses and fills the near bins, or all where near entries are not
+// kept (rarely one more the others); the entries that matter go to the first block, which sorts them. The token in the
+// first block's s.token.
 template <class L> DEVICE void draw_together(const L& z, Shared& s, const Team& team, const Depths& depths, u64 uniform) {
   Walk<L, AHEAD> walk(z, team);
-  Near near(bin_of(depths.of(of_key(row_bottom_key(s)))) + 1);
+  Near near(KEEPS ? bin_of(depths.of(of_key(row_bottom_key(s)))) + 1 : BINS);
   clear_bins(s);
   __syncthreads();
   Found found = depths.plain() ? fill_near<true>(walk, s, depths, near) : fill_near_slowly(z, s, team, depths, near);

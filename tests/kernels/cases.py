@@ -10,6 +10,7 @@ from kernels.rows import RowParams
 TEMPERATURES = (0.0, 1e-6, 0.05, 0.3, 0.7, 1.0, 1.0, 1.5, 2.0, 100.0)
 TOP_PS = (1.0, 1.0, 1.0, 0.95, 0.9, 0.5, 0.01, 0.0, 0.9999999)
 MIN_PS = (0.0, 0.0, 0.0, 0.02, 0.3, 1.0)
+OCTAVE = float(np.log2(np.e))  # the temperature at which a logit is one octave of probability
 
 
 def logits_row(rng: np.random.Generator, vocab_size: int) -> NDArray[np.float32]:
@@ -38,6 +39,14 @@ def logits_row(rng: np.random.Generator, vocab_size: int) -> NDArray[np.float32]
     elif kind == 10:
         z = np.where(np.arange(vocab_size) == rng.integers(vocab_size), z, -np.inf)
     return z.astype(np.float32)
+
+
+def between_bins(rng: np.random.Generator, shape: tuple[int, int], spread: float) -> NDArray[np.float32]:
+    """Rows f32[n, V] whose entries, one in fifty, lie halfway between two bins of 1/32 octave below the maximum."""
+    octaves = np.maximum(spread * (4.4 - rng.normal(size=shape)), 0)
+    octaves = np.where(rng.random(shape) < 0.02, (np.floor(octaves * 32) + 0.5) / 32, octaves)
+    octaves[:, 0] = 0
+    return (8 - octaves).astype(np.float32)
 
 
 def ids(rng: np.random.Generator, vocab_size: int, most: int) -> tuple[int, ...]:

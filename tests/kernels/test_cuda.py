@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import history, logits_row, row_params
+from cases import OCTAVE, between_bins, history, logits_row, row_params
 from device import OnDevice, rounded
 
 from kernels import cpu
@@ -83,6 +83,23 @@ def test_what_candidates_cannot_settle(spread: float, rows: int) -> None:
     rng = np.random.default_rng(5)
     for _ in range(3):
         logits = (8 + spread * rng.normal(size=(rows, vocab_size))).astype(np.float32)
+        expected, got = (twin.step(logits, np.arange(rows)) for twin in twins)
+        np.testing.assert_array_equal(got[0], expected[0])
+
+
+@pytest.mark.parametrize("rows", [7, 22, 44])
+@pytest.mark.parametrize("spread", [1.0, 2.0, 4.0, 8.0])
+def test_entries_between_two_bins(spread: float, rows: int) -> None:
+    """Each is counted once, in the bin that it is later looked for in: also on the border of the near bins."""
+    vocab_size = 60_000
+    twins = (cpu.BatchedSampler(rows, vocab_size, 64), OnDevice(rows, vocab_size, 64))
+    for slot in range(rows):
+        top_p = (0.5, 0.9, 0.95, 0.99, 0.9999)[slot % 5]
+        for twin in twins:
+            twin.admit(slot, RowParams(max_tokens=40, seed=slot, top_p=top_p, temperature=OCTAVE), [1])
+    rng = np.random.default_rng(6)
+    for _ in range(8):
+        logits = between_bins(rng, (rows, vocab_size), spread)
         expected, got = (twin.step(logits, np.arange(rows)) for twin in twins)
         np.testing.assert_array_equal(got[0], expected[0])
 

@@ -6,9 +6,10 @@ import os
 
 import numpy as np
 import pytest
-from cases import history, logits_row, row_params
+from cases import OCTAVE, between_bins, history, logits_row, row_params
 
 from kernels import cpu, reference
+from kernels.rows import RowParams
 
 # LIVEBATCH_TWIN_ROWS=100000 is the full run; what is here is a seeded sample of it.
 ROWS = int(os.environ.get("LIVEBATCH_TWIN_ROWS", "2500"))
@@ -43,3 +44,18 @@ def check_step(rng: np.random.Generator, vocab_size: int, twins: list) -> None:
     expected, got = (twin.step(logits, slots) for twin in twins)
     np.testing.assert_array_equal(got[0], expected[0])
     np.testing.assert_array_equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
+def test_entries_between_two_bins(spread: float) -> None:
+    rng, rows = np.random.default_rng(6), 10
+    twins = [twin(rows, 5000, 64) for twin in (reference.BatchedSampler, cpu.BatchedSampler)]
+    for slot in range(rows):
+        params = RowParams(max_tokens=40, seed=slot, top_p=0.5 + 0.05 * slot, temperature=OCTAVE)
+        assert params.log2_scale == 1
+        for twin in twins:
+            twin.admit(slot, params, [1])
+    for _ in range(5):
+        logits = between_bins(rng, (rows, 5000), spread)
+        expected, got = (twin.step(logits, np.arange(rows)) for twin in twins)
+        np.testing.assert_array_equal(got[0], expected[0])
