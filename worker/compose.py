@@ -60,7 +60,7 @@ def build_policy(settings: EngineSettings, model: Model) -> Policy:
         from worker.cuda import PREFILL_LAUNCH
 
         share = model.max_step_tokens - settings.max_batch
-        return replace(policy, prefill_tokens=share, whole_chunks=True, prefill_launch=PREFILL_LAUNCH)
+        return replace(policy, prefill_tokens=share, apart=True, prefill_launch=PREFILL_LAUNCH)
     return policy
 
 

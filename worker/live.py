@@ -7,6 +7,9 @@ index others are int64: NumPy gathers five times slower through int32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from itertools import chain
+
 import numpy as np
 
 from worker.blocks import blocks_for
@@ -14,6 +17,12 @@ from worker.sequence import Indices, Ints, Sequence
 
 NOBODY = np.iinfo(np.int64).max  # the arrival of an empty slot: sorts behind every row
 PROMISED = -1  # a token that is being drawn: the device has it, the host will
+
+
+def cells(lines: Indices, counts: Indices) -> tuple[Indices, Indices]:
+    """The first ``counts[i]`` columns of line ``lines[i]``, one line behind the other, as a NumPy index."""
+    before = counts.cumsum() - counts
+    return lines.repeat(counts), np.arange(counts.sum()) - before.repeat(counts)
 
 
 class LiveBatch:
@@ -72,21 +81,22 @@ class LiveBatch:
         length, room = self.length[order], self.num_blocks[order] * self.block_size
         return order[(length > room) & (length < self.final[order])]
 
-    def join(self, sequence: Sequence, blocks: Ints) -> None:
-        """Seats a waiting sequence in a free slot, nothing computed yet."""
-        slot = sequence.slot = self.free_slots.pop()
-        num_prompt, num_tokens = len(sequence.row.prompt), sequence.num_tokens
-        self.tokens[slot, :num_prompt] = sequence.row.prompt
-        self.tokens[slot, num_prompt:num_tokens] = sequence.output
-        self.table[slot, : len(blocks)] = blocks
-        self.num_blocks[slot] = len(blocks)
-        self.num_prompt[slot] = num_prompt
-        self.length[slot] = self.known[slot] = num_tokens
-        self.final[slot] = num_prompt + sequence.row.params.max_tokens
-        self.computed[slot] = 0
-        self.arrival[slot] = sequence.arrival
-        self.streamed[slot] = sequence.row.streamed
-        self.sequences[slot] = sequence
+    def join(self, sequences: Seq[Sequence], blocks: Ints) -> None:
+        """Seats waiting sequences in free slots, nothing computed yet; ``blocks`` for one behind the other."""
+        slots = np.array([self.free_slots.pop() for _ in sequences])
+        self.num_prompt[slots] = [len(one.row.prompt) for one in sequences]
+        self.length[slots] = self.known[slots] = [one.num_tokens for one in sequences]
+        self.num_blocks[slots] = blocks_for(self.length[slots], self.block_size)
+        tokens = chain.from_iterable(chain(one.row.prompt, one.output) for one in sequences)
+        self.tokens[cells(slots, self.length[slots])] = np.fromiter(tokens, np.int32)
+        self.table[cells(slots, self.num_blocks[slots])] = blocks
+        self.final[slots] = self.num_prompt[slots] + [one.row.params.max_tokens for one in sequences]
+        self.computed[slots] = 0
+        self.arrival[slots] = [one.arrival for one in sequences]
+        self.streamed[slots] = [one.row.streamed for one in sequences]
+        for sequence, slot in zip(sequences, slots.tolist(), strict=True):
+            sequence.slot = slot
+            self.sequences[slot] = sequence
         self._order = None
 
     def leave(self, slots: Indices) -> Ints:

@@ -34,22 +34,25 @@ class Policy:
     reserve_tokens: int = (
         16  # growth a live row is left room for when another joins, so that it rarely preempts
     )
-    whole_chunks: bool = False  # a row gets all the share it wants, or waits: fewer runs of prefills
+    apart: bool = False  # prefills run in steps of their own, each whole or not at all: fewer runs
     prefill_launch: float = 0.0  # what a run of prefills costs beside its tokens, in steps of the live batch
 
 
-def deal(pending: Indices, prefill_tokens: int, whole_chunks: bool = False) -> Indices:
+def deal(pending: Indices, prefill_tokens: int, apart: bool = False) -> Indices:
     """Tokens each row computes in a step, rows oldest first. [B] -> [B]
 
-    One pending token (a decode) always runs; rows with more share ``prefill_tokens``, the oldest first. With
-    ``whole_chunks`` nobody gets less than it wants or the whole share.
+    One pending token (a decode) always runs; rows with more share ``prefill_tokens``, the oldest first.
+    ``apart``: nobody gets less than it wants or the whole share, and decodes wait while others are behind.
+    Where decodes are a run of their own it costs nearly the same for few rows as for all of them.
     """
     counts = pending.copy()
     behind = np.flatnonzero(pending > 1)
+    if apart and len(behind):
+        counts[pending == 1] = 0
     wanted = np.minimum(pending[behind], prefill_tokens)
     left = prefill_tokens - (wanted.cumsum() - wanted)  # of the share, when it is the row's turn
     given = np.minimum(wanted, np.maximum(left, 0))
-    counts[behind] = np.where(given < wanted, 0, given) if whole_chunks else given
+    counts[behind] = np.where(given < wanted, 0, given) if apart else given
     return counts
 
 
@@ -175,17 +178,19 @@ class Scheduler:
         A row that does not fit is stepped over, a bounded number of times. A trial (``only``) steps over whom
         it likes and counts nothing.
         """
-        if not self._waiting or self._is_full:
+        if not self._waiting or self._is_full(0):
             return
         pending = self._live.pending
         if only is None and self._shall_wait(pending):
             return
         share = self.policy.prefill_tokens - int(pending[pending > 1].sum())
-        passed: list[Sequence] = []
-        while self._waiting and share >= self._least_share(self._waiting[0]) and not self._is_full:
+        joining, blocks, passed = list[Sequence](), 0, list[Sequence]()
+        while self._waiting and share >= self._least_share(self._waiting[0]) and not self._is_full(len(joining)):
             sequence = self._waiting.popleft()
-            if (only is None or sequence.row.id in only) and self._fits(sequence):
-                self._seat(sequence)
+            needed = blocks_for(sequence.num_tokens, self._live.block_size)
+            if (only is None or sequence.row.id in only) and self._fit(len(joining), blocks + needed):
+                joining.append(sequence)
+                blocks += needed
                 share -= sequence.num_tokens
                 for other in passed if only is None else ():
                     other.overtaken += 1
@@ -194,10 +199,13 @@ class Scheduler:
             if passed and only is None and self._must_wait(passed):
                 break
         self._waiting.extendleft(reversed(passed))
+        if joining:
+            self._live.join(joining, self._pool.lend(blocks))
+            self._joined.extend(joining)
 
     def _least_share(self, sequence: Sequence) -> int:
         """Of the step's prefill tokens, to be seated for."""
-        return min(sequence.num_tokens, self.policy.prefill_tokens) if self.policy.whole_chunks else 1
+        return min(sequence.num_tokens, self.policy.prefill_tokens) if self.policy.apart else 1
 
     def _shall_wait(self, pending: Indices) -> bool:
         """Whether seating rows now would start a run of prefills before it pays.
@@ -214,28 +222,22 @@ class Scheduler:
         self._idle = 0
         return False
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self._live) + 1 > self.limit
+    def _is_full(self, joining: int) -> bool:
+        return len(self._live) + joining + 1 > self.limit
 
     def _must_wait(self, passed: list[Sequence]) -> bool:
         """Whether nobody may overtake ``passed`` any more."""
         overtaken = any(one.overtaken >= self.policy.max_overtakes for one in passed)
         return overtaken or len(passed) > self.policy.lookahead
 
-    def _fits(self, sequence: Sequence) -> bool:
-        """Blocks for the known tokens, and a reserve for the rows that are already live."""
-        kept = reserve(len(self._live), self.policy.reserve_tokens, self._live.block_size)
-        return blocks_for(sequence.num_tokens, self._live.block_size) + kept <= self._pool.num_free
-
-    def _seat(self, sequence: Sequence) -> None:
-        blocks = self._pool.lend(blocks_for(sequence.num_tokens, self._live.block_size))
-        self._live.join(sequence, blocks)
-        self._joined.append(sequence)
+    def _fit(self, joining: int, blocks: int) -> bool:
+        """Whether the pool has these blocks, and a reserve for the rows that are live or ``joining`` already."""
+        kept = reserve(len(self._live) + joining, self.policy.reserve_tokens, self._live.block_size)
+        return blocks + kept <= self._pool.num_free
 
     def _slices(self) -> Step:
         pending = self._live.pending
-        counts = deal(pending, self.policy.prefill_tokens, self.policy.whole_chunks)
+        counts = deal(pending, self.policy.prefill_tokens, self.policy.apart)
         runs = np.flatnonzero(counts)
         slots = self._live.order[runs]
         step = Step(

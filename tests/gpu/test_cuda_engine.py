@@ -37,7 +37,7 @@ class Parts:
     folder: ModelFolder
 
     def engine(self, *, overlap: bool = True, **policy: Any) -> Engine:
-        numbers = {"max_batch": 64, "prefill_tokens": 8192, "whole_chunks": True, **policy}
+        numbers = {"max_batch": 64, "prefill_tokens": 8192, "apart": True, **policy}
         return Engine(self.model, self.sampler, Policy(**numbers), overlap=overlap)
 
 
@@ -137,7 +137,7 @@ def test_chunks_among_decodes_over_poisoned_blocks(parts: Parts, answers: list[d
     import cupy as cp
 
     short = [one for one in answers if len(one["prompt"]) < 5000]
-    engine = parts.engine(prefill_tokens=100, whole_chunks=False, prefill_launch=0.0)
+    engine = parts.engine(prefill_tokens=100, apart=False, prefill_launch=0.0)
     halves = parts.model._graph._cache.view(cp.uint16)
 
     def poison() -> None:

@@ -25,7 +25,7 @@ def seated(prompts: list[list[int]], block_size: int = 4) -> LiveBatch:
     live, pool = LiveBatch(len(prompts), 64, block_size), BlockPool(200)
     for arrival, prompt in enumerate(prompts):
         sequence = Sequence(Row(arrival, prompt, RowParams(max_tokens=9)), arrival)
-        live.join(sequence, pool.lend(blocks_for(len(prompt), block_size)))
+        live.join([sequence], pool.lend(blocks_for(len(prompt), block_size)))
     return live
 
 

@@ -22,7 +22,7 @@ VOCAB = 64
 def overlapped(max_batch: int, context: int = 256) -> Engine:
     sizes = {"block_size": 16, "num_blocks": 200, "max_step_tokens": 64, "context_length": context}
     model = DeviceModel(max_batch, **sizes)
-    policy = Policy(max_batch=max_batch, prefill_tokens=48, whole_chunks=True, prefill_launch=0.5)
+    policy = Policy(max_batch=max_batch, prefill_tokens=48, apart=True, prefill_launch=0.5)
     return Engine(model, DeviceSampler(model), policy, overlap=True)
 
 

@@ -59,7 +59,7 @@ class Schedule:
             max_overtakes=dice.randint(0, 3),
             lookahead=dice.randint(1, 4),
             reserve_tokens=dice.choice([0, 0, 0, 0, 16]),
-            whole_chunks=dice.random() < 0.3,
+            apart=dice.random() < 0.3,
             prefill_launch=dice.choice([0.0, 0.0, 0.5, 3.0]),
         )
         for row_id in range(dice.randint(2, 9)):

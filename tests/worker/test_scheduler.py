@@ -77,14 +77,15 @@ def test_deal(pending: list[int], share: int, counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("pending", "share", "counts"),
     [
-        ([5, 1, 9, 3], 8, [5, 1, 0, 0]),  # who wants more than is left waits, and those behind it
-        ([20, 4, 1], 8, [8, 0, 1]),  # more than the whole share: all of it
-        ([4, 20, 1], 8, [4, 0, 1]),
+        ([5, 1, 9, 3], 8, [5, 0, 0, 0]),  # who wants more than is left waits, and those behind it; decodes, too
+        ([20, 4, 1], 8, [8, 0, 0]),  # more than the whole share: all of it
+        ([4, 20, 1], 8, [4, 0, 0]),
         ([4, 4, 4], 8, [4, 4, 0]),
+        ([1, 1], 8, [1, 1]),
     ],
 )
-def test_deal_whole_chunks(pending: list[int], share: int, counts: list[int]) -> None:
-    assert deal(np.array(pending, np.int64), share, whole_chunks=True).tolist() == counts
+def test_deal_apart(pending: list[int], share: int, counts: list[int]) -> None:
+    assert deal(np.array(pending, np.int64), share, apart=True).tolist() == counts
 
 
 @pytest.mark.parametrize(
