@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,7 @@ ROW = np.dtype(
         ("reserved", np.int32),  # to a multiple of 8 bytes
     ]
 )
+WRITE_ROW = Struct("<2Q5f2iI14i").pack  # ROW's fields; NumPy takes three times as long for one record
 
 
 class Packed(NamedTuple):
@@ -79,12 +81,11 @@ def pack(params: RowParams, prompt: Sequence[int], output: Sequence[int], vocab_
     biases = dict(params.logit_bias)
     if len(enders) > MAX_ENDERS or len(biases) > MAX_BIASES:
         raise ValueError(f"at most {MAX_ENDERS} ending ids and {MAX_BIASES} biases a row")
-    tokens = np.concatenate([np.asarray(prompt, np.int32), np.asarray(output, np.int32)])
-    row = np.zeros(1, ROW)
-    row[0] = (
+    tokens = np.array([*prompt, *output], np.int32)
+    numbers = WRITE_ROW(
         params.seed,
         params.top_p_fraction,
-        np.float32(0) if params.greedy else params.log2_scale,
+        0.0 if params.greedy else params.log2_scale,
         params.min_p_reach,
         params.repetition_penalty,
         params.frequency_penalty,
@@ -108,7 +109,7 @@ def pack(params: RowParams, prompt: Sequence[int], output: Sequence[int], vocab_
         0,
     )
     return Packed(
-        row,
+        np.frombuffer(bytearray(numbers), ROW),
         tokens,
         np.array(enders, np.int32),
         np.array(list(biases), np.int32),
@@ -130,9 +131,9 @@ def allowed_bits(params: RowParams, vocab_size: int) -> NDArray[np.uint32]:
 
 def seen_before(packed: Packed, vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """A penalised row's distinct ids, and how often each is in its output so far; other rows keep none."""
-    if not packed.row[0]["penalised"]:
+    if not packed.row["penalised"][0]:
         return np.empty(0, np.int32), np.empty(0, np.int32)
     seen = np.unique(packed.tokens)
     seen = seen[seen < vocab_size]
-    times = np.bincount(packed.tokens[packed.row[0]["num_prompt"] :], minlength=vocab_size)[seen]
+    times = np.bincount(packed.tokens[packed.row["num_prompt"][0] :], minlength=vocab_size)[seen]
     return seen, times.astype(np.int32)

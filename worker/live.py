@@ -82,7 +82,7 @@ class LiveBatch:
         return order[(length > room) & (length < self.final[order])]
 
     def join(self, sequences: Seq[Sequence], blocks: Ints) -> None:
-        """Seats waiting sequences in free slots, nothing computed yet; ``blocks`` for one behind the other."""
+        """Seats waiting sequences in free slots, nothing computed yet; ``blocks``: one's behind another's."""
         slots = np.array([self.free_slots.pop() for _ in sequences])
         self.num_prompt[slots] = [len(one.row.prompt) for one in sequences]
         self.length[slots] = self.known[slots] = [one.num_tokens for one in sequences]

@@ -178,14 +178,14 @@ class Scheduler:
         A row that does not fit is stepped over, a bounded number of times. A trial (``only``) steps over whom
         it likes and counts nothing.
         """
-        if not self._waiting or self._is_full(0):
+        if not self._waiting or not self._has_seat(0):
             return
         pending = self._live.pending
         if only is None and self._shall_wait(pending):
             return
         share = self.policy.prefill_tokens - int(pending[pending > 1].sum())
         joining, blocks, passed = list[Sequence](), 0, list[Sequence]()
-        while self._waiting and share >= self._least_share(self._waiting[0]) and not self._is_full(len(joining)):
+        while self._waiting and self._has_seat(len(joining)) and share >= self._least_share(self._waiting[0]):
             sequence = self._waiting.popleft()
             needed = blocks_for(sequence.num_tokens, self._live.block_size)
             if (only is None or sequence.row.id in only) and self._fit(len(joining), blocks + needed):
@@ -222,8 +222,9 @@ class Scheduler:
         self._idle = 0
         return False
 
-    def _is_full(self, joining: int) -> bool:
-        return len(self._live) + joining + 1 > self.limit
+    def _has_seat(self, joining: int) -> bool:
+        """For one more row beside those that are live or ``joining`` already."""
+        return len(self._live) + joining + 1 <= self.limit
 
     def _must_wait(self, passed: list[Sequence]) -> bool:
         """Whether nobody may overtake ``passed`` any more."""
@@ -231,7 +232,7 @@ class Scheduler:
         return overtaken or len(passed) > self.policy.lookahead
 
     def _fit(self, joining: int, blocks: int) -> bool:
-        """Whether the pool has these blocks, and a reserve for the rows that are live or ``joining`` already."""
+        """Whether the pool has these blocks, and a reserve for those who are live or ``joining`` already."""
         kept = reserve(len(self._live) + joining, self.policy.reserve_tokens, self._live.block_size)
         return blocks + kept <= self._pool.num_free
 

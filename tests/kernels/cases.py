@@ -42,7 +42,7 @@ def logits_row(rng: np.random.Generator, vocab_size: int) -> NDArray[np.float32]
 
 
 def between_bins(rng: np.random.Generator, shape: tuple[int, int], spread: float) -> NDArray[np.float32]:
-    """Rows f32[n, V] whose entries, one in fifty, lie halfway between two bins of 1/32 octave below the maximum."""
+    """Rows f32[n, V]; one entry in fifty is halfway between two bins of 1/32 octave below the maximum."""
     octaves = np.maximum(spread * (4.4 - rng.normal(size=shape)), 0)
     octaves = np.where(rng.random(shape) < 0.02, (np.floor(octaves * 32) + 0.5) / 32, octaves)
     octaves[:, 0] = 0

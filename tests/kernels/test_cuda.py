@@ -90,7 +90,7 @@ def test_what_candidates_cannot_settle(spread: float, rows: int) -> None:
 @pytest.mark.parametrize("rows", [7, 22, 44])
 @pytest.mark.parametrize("spread", [1.0, 2.0, 4.0, 8.0])
 def test_entries_between_two_bins(spread: float, rows: int) -> None:
-    """Each is counted once, in the bin that it is later looked for in: also on the border of the near bins."""
+    """Each is counted once, in the bin it is later looked for in; also at the border of the near bins."""
     vocab_size = 60_000
     twins = (cpu.BatchedSampler(rows, vocab_size, 64), OnDevice(rows, vocab_size, 64))
     for slot in range(rows):

@@ -77,7 +77,7 @@ def test_deal(pending: list[int], share: int, counts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("pending", "share", "counts"),
     [
-        ([5, 1, 9, 3], 8, [5, 0, 0, 0]),  # who wants more than is left waits, and those behind it; decodes, too
+        ([5, 1, 9, 3], 8, [5, 0, 0, 0]),  # who wants more than is left waits, all behind it, and decodes
         ([20, 4, 1], 8, [8, 0, 0]),  # more than the whole share: all of it
         ([4, 20, 1], 8, [4, 0, 0]),
         ([4, 4, 4], 8, [4, 4, 0]),
