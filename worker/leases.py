@@ -36,7 +36,7 @@ class Lease:
     queue: str
     job_id: str
     execution_id: str
-    started_at: float  # unix seconds
+    started_at: float  # unix seconds, by the worker's clock; when it ends, Redis's says
 
     @property
     def run(self) -> str:
@@ -98,7 +98,7 @@ class Leases:
         """
         now = time.time()
         prefix = f"{self._token}{next(self._claims):08x}-"
-        given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, prefix, repr(now), utcformat(utc_now())]
+        given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, prefix, utcformat(utc_now())]
         given += [self._lease_seconds, room, self._max_bytes, batch_key(""), CLAIM_BYTES]
         given += [len(scripts.FIELDS), *scripts.FIELDS]
         for queue, quota in quotas:
@@ -109,13 +109,7 @@ class Leases:
         """Prolong all leases in one round trip. Returns those that are lost: someone else has the job."""
         if not leases:
             return []
-        given: list[Argument] = [
-            RQ_KEY_PREFIX,
-            self.worker_name,
-            repr(time.time()),
-            self._lease_seconds,
-            *names(leases),
-        ]
+        given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, self._lease_seconds, *names(leases)]
         return [leases[int(index)] for index in self._renew(args=given)]
 
     def hand_back(self, leases: Sequence[Lease]) -> int:
@@ -129,9 +123,8 @@ class Leases:
 
 def recover(connection: Redis, queue: str) -> list[str]:
     """Requeue the jobs whose worker let their lease run out. Returns their ids, at most RECOVER_AT_ONCE."""
-    now = repr(time.time())
     ids: Any = connection.eval(
-        scripts.RECOVER, 0, RQ_KEY_PREFIX, queue, now, utcformat(utc_now()), RECOVER_AT_ONCE
+        scripts.RECOVER, 0, RQ_KEY_PREFIX, queue, utcformat(utc_now()), RECOVER_AT_ONCE
     )
     return [name.decode() for name in reversed(ids)]
 

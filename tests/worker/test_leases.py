@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -17,6 +20,7 @@ from worker.leases import Claim, Leases, recover
 
 pytestmark = pytest.mark.redis
 LARGEST = 100_000
+Machine = Callable[[], AbstractContextManager[None]]
 
 
 def queue(connection: redis.Redis, name: str = "q") -> Queue:
@@ -183,6 +187,47 @@ def test_a_lease_renewed_while_rq_requeues_its_job_is_not_owned(connection: redi
         pipe.execute()
     assert ours.renew([claim.lease]) == [claim.lease]
     assert line.job_ids == ["b-0-0"]
+
+
+class TestClocks:
+    """Those of workers may differ by minutes: when a lease ends is Redis's to say."""
+
+    @pytest.fixture(params=[-600.0, 600.0], ids=["behind", "ahead"])
+    def elsewhere(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+        """A block is run by a machine whose clock is wrong."""
+        wrong = SimpleNamespace(time=lambda: time.time() + request.param)
+
+        @contextmanager
+        def machine() -> Iterator[None]:
+            with monkeypatch.context() as patch:
+                patch.setattr("worker.leases.time", wrong)
+                yield
+
+        return machine
+
+    def test_nobody_takes_what_another_holds(self, connection: redis.Redis, elsewhere: Machine) -> None:
+        enqueue(queue(connection), 2)
+        here, there = leases(connection, "here"), leases(connection, "there")
+        (ours,) = here.claim(1, [("q", 1)])
+        with elsewhere():
+            (theirs,) = there.claim(1, [("q", 1)])
+            assert there.renew([theirs.lease]) == []
+            connection.rpush("rq:queue:q", "b-0-0")
+            assert there.claim(1, [("q", 1)]) == []
+            assert recover(connection, "q") == []
+        connection.rpush("rq:queue:q", "b-0-1")
+        assert here.claim(1, [("q", 1)]) == []
+        assert recover(connection, "q") == []
+        assert here.renew([ours.lease]) == there.renew([theirs.lease]) == []
+
+    def test_rows_of_the_dead_come_back(self, connection: redis.Redis, elsewhere: Machine) -> None:
+        enqueue(queue(connection), 2)
+        leases(connection, "dead here", seconds=0.05).claim(1, [("q", 1)])
+        with elsewhere():
+            leases(connection, "dead there", seconds=0.05).claim(1, [("q", 1)])
+            wait_until(lambda: recover(connection, "q"))
+        wait_until(lambda: recover(connection, "q") or len(queue(connection)) == 2)
+        assert sorted(queue(connection).job_ids) == ["b-0-0", "b-0-1"]
 
 
 def test_an_id_queued_twice_runs_once(connection: redis.Redis) -> None:
