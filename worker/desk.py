@@ -65,6 +65,11 @@ class Desk:
         self._store.forget_worker(self._settings.name)
         return returned
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether the last claim left all queues empty; one of fewer jobs than asked for need not have."""
+        return self._leases.is_dry
+
     def claim(self, room: int) -> list[Claim]:
         """Up to ``room`` jobs, now ours."""
         claims = self._leases.claim(room, self._shares.split(room))

@@ -79,7 +79,10 @@ class Claim:
 
 
 class Leases:
-    """The leases of one worker on its queues. Raises redis-py's errors when Redis is away."""
+    """The leases of one worker on its queues. Raises redis-py's errors when Redis is away.
+
+    ``is_dry``: whether the last claim left all queues empty.
+    """
 
     def __init__(self, connection: Redis, worker_name: str, lease_seconds: float, max_bytes: int) -> None:
         self.worker_name = worker_name
@@ -87,6 +90,7 @@ class Leases:
         self._max_bytes = max_bytes
         self._token = uuid.uuid4().hex[:20]  # execution ids: unlike any other process's, then counted
         self._claims = count()
+        self.is_dry = False
         self._claim = connection.register_script(scripts.CLAIM)
         self._renew = connection.register_script(scripts.RENEW)
         self._hand_back = connection.register_script(scripts.HAND_BACK)
@@ -94,7 +98,8 @@ class Leases:
     def claim(self, room: int, quotas: Sequence[tuple[str, int]]) -> list[Claim]:
         """Take and lease up to ``room`` jobs: each queue's quota first, then whatever is there.
 
-        Fewer than there are where their prompts are huge: see CLAIM_BYTES.
+        Fewer although there are more, which ``is_dry`` then says, where prompts are huge (see CLAIM_BYTES) or
+        the queues name jobs that others hold.
         """
         now = time.time()
         prefix = f"{self._token}{next(self._claims):08x}-"
@@ -103,7 +108,9 @@ class Leases:
         given += [len(scripts.FIELDS), *scripts.FIELDS]
         for queue, quota in quotas:
             given += [queue, quota]
-        return [_claim(now, *taken) for taken in self._claim(args=given)]
+        claims, is_dry = self._claim(args=given)
+        self.is_dry = bool(is_dry)
+        return [_claim(now, *taken) for taken in claims]
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """Prolong all leases in one round trip. Returns those that are lost: someone else has the job."""

@@ -83,9 +83,9 @@ end
 # ARGV: rq, worker, execution prefix, now (RQ's text), lease seconds, room, largest data in bytes, our prefix
 #       of batches' keys, data in bytes after which no more is taken, the number of fields, the fields, then
 #       (queue, quota) for each queue in order of priority.
-# Returns for each id taken: queue, id, execution, field values, its batch's state and when that expires.
-# execution '' means that it was not started: the list named something that is no job of RQ's, or one that
-# already ended. data is its size if too large.
+# Returns for each id taken: queue, id, execution, field values, its batch's state and when that expires; and
+# beside the ids, whether all queues are empty now (1 or 0). execution '' means that it was not started: the
+# list named something that is no job of RQ's, or one that already ended. data is its size if too large.
 CLAIM = (
     _LEASE
     + """
@@ -147,7 +147,11 @@ for first = 1, 2 do  -- each queue's quota, then whoever has rows
   end
 end
 redis.call('EXPIRE', rq .. ':worker:' .. worker .. ':executions', math.ceil(lease) + 60)
-return claims
+local is_dry = 1
+for i = 11 + num_fields, #ARGV, 2 do  -- an empty list is no key
+  if redis.pcall('TYPE', rq .. ':queue:' .. ARGV[i]).ok == 'list' then is_dry = 0 end
+end
+return {claims, is_dry}
 """
 )
 

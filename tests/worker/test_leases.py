@@ -117,9 +117,26 @@ def test_a_claim_stops_at_so_many_bytes(connection: redis.Redis, monkeypatch: py
         connection.hset(job.key, "data", b"x" * 1000)
     monkeypatch.setattr("worker.leases.CLAIM_BYTES", 1500)
     ours = leases(connection)
-    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-0", "b-0-1"]
-    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-2", "b-0-3"]
-    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-4"]
+    for taken, is_dry in ((["b-0-0", "b-0-1"], False), (["b-0-2", "b-0-3"], False), (["b-0-4"], True)):
+        assert ids(ours.claim(8, [("q", 4)])) == taken
+        assert ours.is_dry is is_dry
+
+
+def test_a_claim_says_whether_it_left_all_queues_empty(connection: redis.Redis) -> None:
+    """The number of jobs does not: what others hold is dropped, and takes room of the claim."""
+    enqueue(queue(connection), 1)
+    ours = leases(connection)
+    assert ids(ours.claim(1, [("q", 1), ("other", 0)])) == ["b-0-0"]
+    assert ours.is_dry
+    connection.rpush("rq:queue:q", "b-0-0", "b-0-0", "b-0-0")
+    enqueue(queue(connection, "other"), 1, first=7)
+    assert ours.claim(2, [("q", 2), ("other", 0)]) == []
+    assert not ours.is_dry
+    assert ids(ours.claim(2, [("q", 2), ("other", 0)])) == ["b-0-7"]
+    assert ours.is_dry
+    connection.set("rq:queue:q", "not a list")
+    assert ours.claim(2, [("q", 2)]) == []
+    assert ours.is_dry, "nothing of it can be taken"
 
 
 def test_a_lease_is_renewed_while_it_is_ours(connection: redis.Redis) -> None:

@@ -23,6 +23,7 @@ from producer.store import COMMANDS, Serializer, Store, batch_key
 from producer.wire import Request, Result
 from worker.events import Died
 from worker.leases import Leases
+from worker.listeners import Waiter
 from worker.rows import PreparedRow, RowPreparer
 
 pytestmark = pytest.mark.redis
@@ -41,6 +42,17 @@ def test_a_burst_answers_every_row_and_ends(redis_url: str, connection: redis.Re
     assert value["usage"] == {"prompt_tokens": 8, "completion_tokens": 9}
     assert not connection.keys("rq:execution*")
     assert not connection.exists("rq:workers")
+
+
+def test_a_burst_ends_only_when_the_queues_are_empty(
+    redis_url: str, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a claim takes less than there is, and nobody wakes the worker again."""
+    monkeypatch.setattr("worker.leases.CLAIM_BYTES", 1)
+    monkeypatch.setattr(Waiter, "arm", lambda self: None)
+    enqueue(connection, [request(number) for number in range(1, 10)])
+    run_burst(redis_url)
+    assert counts(connection) == {"completed": 9}
 
 
 def test_an_idle_worker_takes_a_new_row_at_once(redis_url: str, connection: redis.Redis) -> None:
