@@ -133,7 +133,7 @@ def recover(connection: Redis, queue: str) -> list[str]:
     ids: Any = connection.eval(
         scripts.RECOVER, 0, RQ_KEY_PREFIX, queue, utcformat(utc_now()), RECOVER_AT_ONCE
     )
-    return [name.decode() for name in reversed(ids)]
+    return [name.decode(errors="replace") for name in reversed(ids)]
 
 
 def names(leases: Iterable[Lease]) -> list[str]:

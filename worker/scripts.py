@@ -45,8 +45,8 @@ local clock = seconds + microseconds / 1e6
 local function job_key(id) return rq .. ':job:' .. id end
 local function wip_key(queue) return rq .. ':wip:' .. queue end
 
--- Keys of one job that somebody made into something else must not stop a script in the middle of other rows:
--- hence pcall for them.
+-- Keys of one job or one worker that somebody made into something else must not stop a script in the middle
+-- of other rows: hence pcall for them.
 
 -- Whether this worker still owns this run of the job: nobody requeued, cancelled, deleted or took it.
 local function owns(worker, queue, id, execution)
@@ -70,7 +70,7 @@ local function forget(worker, queue, id, execution)
   redis.call('ZREM', wip_key(queue), run)
   redis.call('DEL', rq .. ':execution:' .. run)
   redis.pcall('ZREM', rq .. ':executions:' .. id, execution)
-  redis.call('SREM', rq .. ':worker:' .. worker .. ':executions', run)
+  redis.pcall('SREM', rq .. ':worker:' .. worker .. ':executions', run)
 end
 
 -- Back to the front of its queue, as if it had never been taken; no retry is consumed.

@@ -168,6 +168,19 @@ def test_rows_of_the_dead_go_back_in_order_without_costing_a_retry(connection: r
     assert recover(connection, "q") == []
 
 
+def test_odd_runs_keep_no_row_from_coming_back(connection: redis.Redis) -> None:
+    enqueue(queue(connection), 2)
+    leases(connection, "dead", seconds=0.01).claim(2, [("q", 2)])
+    connection.hset(b"rq:job:\xff", "status", "started")
+    connection.zadd("rq:wip:q", {b"\xff:e": 1, "no run": 1, ":": 1, "a:b:c": 1})
+    connection.delete("rq:worker:dead:executions")
+    connection.set("rq:worker:dead:executions", "no set")
+    wait_until(lambda: connection.zcount("rq:wip:q", "-inf", time.time()) == 6)
+    assert recover(connection, "q") == ["\ufffd", "b-0-0", "b-0-1"]
+    assert connection.lrange("rq:queue:q", 0, -1) == [b"\xff", b"b-0-0", b"b-0-1"]
+    assert not connection.exists("rq:wip:q")
+
+
 def test_many_recover_at_once_and_each_row_comes_back_once(connection: redis.Redis) -> None:
     line = queue(connection)
     enqueue(line, 50)
