@@ -316,3 +316,16 @@ for i = 3, #ARGV, 4 do
 end
 """
 )
+
+# ARGV: rq, then commands: the number of words of each, and the words. Returns their answers.
+COMMANDS = (
+    _LEASE
+    + """
+local answers, at = {}, 2
+while at < #ARGV do
+  answers[#answers + 1] = redis.call(unpack(ARGV, at + 1, at + ARGV[at]))
+  at = at + 1 + ARGV[at]
+end
+return answers
+"""
+)

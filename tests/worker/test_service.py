@@ -19,7 +19,7 @@ from service_fakes import Worker, run_burst, worker
 from kernels.rows import Status
 from producer.embedded import EmbeddedRedis
 from producer.errors import LivebatchError, UsageError
-from producer.store import COMMANDS, Serializer, Store, batch_key
+from producer.store import COMMANDS, Serializer, Store, batch_key, worker_key
 from producer.wire import Request, Result
 from worker.events import Died
 from worker.leases import Leases
@@ -483,7 +483,7 @@ def full(connection: redis.Redis) -> Iterator[Callable[[], None]]:
 def test_a_full_redis_is_drained_and_no_row_runs_twice(
     redis_url: str, connection: redis.Redis, full: Callable[[], None]
 ) -> None:
-    """Leases are renewed there, deaths noted, rows taken and ended; only reports have no room."""
+    """Leases are renewed there, deaths noted, rows taken and ended."""
     enqueue(connection, [request(number) for number in range(1, 41)])
     settings = {"lease_seconds": 1.0, "beat_seconds": 0.2, "maintenance_seconds": 0.1}
     with (
@@ -505,6 +505,21 @@ def test_a_full_redis_is_drained_and_no_row_runs_twice(
         wait_until(lambda: counts(connection) == {"completed": 40})
     assert made.service._link.is_away is other.service._link.is_away is False
     assert [len(returned(connection, f"b-0-{number}")) for number in range(1, 41)] == [1] * 40
+
+
+def test_a_full_redis_shows_its_workers(
+    redis_url: str, connection: redis.Redis, full: Callable[[], None]
+) -> None:
+    """Those that report to it, and one that has just come."""
+    with worker(redis_url) as made:
+        wait_until(lambda: len(Store(connection).workers()) == 1)
+        full()
+        connection.delete(worker_key(made.settings.name), f"rq:worker:{made.settings.name}")
+        with worker(redis_url) as other:
+            names = sorted([made.settings.name, other.settings.name])
+            wait_until(lambda: [report.name for report in Store(connection).workers()] == names)
+            seen = RqWorker.all(connection=connection, serializer=Serializer)
+            assert sorted(each.name for each in seen) == names
 
 
 def test_an_idle_worker_of_a_full_redis_finds_rows_that_come_back(
