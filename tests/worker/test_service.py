@@ -20,7 +20,7 @@ from kernels.rows import Status
 from producer.embedded import EmbeddedRedis
 from producer.errors import LivebatchError, UsageError
 from producer.store import COMMANDS, Serializer, Store, batch_key, worker_key
-from producer.wire import Request, Result
+from producer.wire import Request, Result, Sampling
 from worker.events import Died
 from worker.leases import Leases
 from worker.listeners import Waiter
@@ -144,6 +144,38 @@ def test_a_refused_row_fails_with_its_reason_and_its_neighbours_run(
     assert "model_not_found" in str(fetch(connection, "b-0-2").latest_result().exc_string)
 
 
+def test_a_rows_own_failure_names_its_line(
+    redis_url: str, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = RowPreparer.prepare
+
+    def broken(self: RowPreparer, row: Request, number: int) -> PreparedRow:
+        assert row.line != 8, "a bug"
+        return prepare(self, row, number)
+
+    monkeypatch.setattr(RowPreparer, "prepare", broken)
+    bad = {
+        2: ("model_not_found", request(2, model="another")),
+        3: ("context_length_exceeded", request(3, sampling=Sampling(max_tokens=10**9))),
+        4: ("invalid_request", request(4, prompt=None, messages=({"role": "user", "content": "x"},))),
+        5: ("invalid_value", request(5, sampling=Sampling(temperature=9.0))),
+        6: ("invalid_request", request(6)),  # spoiled below
+        7: ("timeout", request(7, timeout_s=0.05)),
+        8: ("internal_error", request(8)),
+        9: ("invalid_value", request(9, sampling=Sampling(stop_token_ids=(10**6,)))),
+    }
+    enqueue(connection, [row for _, row in bad.values()])
+    connection.hset("rq:job:b-0-6", "data", b"odd")
+    with worker(redis_url):
+        wait_until(lambda: counts(connection) == {"failed": len(bad)})
+    for job_id, result in log(connection).items():
+        assert result is not None and result.failure is not None
+        line = int(job_id.split("-")[2])
+        assert result.failure.code == bad[line][0]
+        assert result.failure.message.startswith(f"line {line}: ")
+        assert result.failure.message.count("line ") == 1
+
+
 def test_a_row_out_of_time_is_evicted(redis_url: str, connection: redis.Redis) -> None:
     enqueue(connection, [request(1, timeout_s=0.2), request(2, timeout_s=100.0)])
     with worker(redis_url) as made:
@@ -180,8 +212,6 @@ def test_a_batch_that_says_nonsense_does_not_expire(
 
 
 def test_a_stop_string_ends_a_row_and_frees_its_place(redis_url: str, connection: redis.Redis) -> None:
-    from producer.wire import Sampling
-
     enqueue(connection, [request(1, sampling=Sampling(stop=("END",)))])
     with worker(redis_url) as made:
         wait_until(lambda: len(made.engine.rows) == 1)
