@@ -80,18 +80,19 @@ class BatchedSampler:
             raise ValueError(f"slot {slot} is taken or not one of {self.max_batch}")
         if len(prompt) + params.max_tokens > self.max_length:
             raise ValueError(f"{len(prompt)} + {params.max_tokens} tokens exceed {self.max_length}")
+        has_own = params.allowed_ids or params.banned_ids
+        mask = allowed_bits(params, self.vocab_size) if has_own else None
         packed, state = pack(params, prompt, output, self.vocab_size), self._state
         state.rows[slot] = packed.row[0]
         state.tokens[slot, : packed.tokens.size] = packed.tokens
         state.enders[slot, : packed.enders.size] = packed.enders
         state.bias_ids[slot, : packed.bias_ids.size] = packed.bias_ids
         state.bias[slot, : packed.bias.size] = packed.bias
-        self._live[slot] = True
-        if params.allowed_ids or params.banned_ids:
-            self._own_masks[slot] = allowed_bits(params, self.vocab_size)
-            state.masks[slot] = self._own_masks[slot]
+        if mask is not None:
+            self._own_masks[slot] = state.masks[slot] = mask
         if params.penalised:
             cpu_rows.see_all(state, slot)
+        self._live[slot] = True  # what is refused above leaves the slot free
 
     def release(self, slot: int) -> None:
         """End a row: nothing of it reaches the slot's next one."""

@@ -194,12 +194,14 @@ class BatchedSampler:
             raise ValueError(f"slot {slot} is taken or not one of {self.max_batch}")
         if len(prompt) + params.max_tokens > self.max_length:
             raise ValueError(f"{len(prompt)} + {params.max_tokens} tokens exceed {self.max_length}")
-        self._live[slot] = True
-        self._edited[slot] = params.edited
-        if params.allowed_ids or params.banned_ids:
-            self._own_masks[slot] = allowed_bits(params, self.vocab_size)
+        has_own = params.allowed_ids or params.banned_ids
+        mask = allowed_bits(params, self.vocab_size) if has_own else None
         packed = pack(params, prompt, output, self.vocab_size)
-        self._doorway.enter(slot, pack_blob(packed, self._own_masks.get(slot), self.vocab_size))
+        self._doorway.enter(slot, pack_blob(packed, mask, self.vocab_size))
+        if mask is not None:
+            self._own_masks[slot] = mask
+        self._edited[slot] = params.edited
+        self._live[slot] = True  # what is refused above leaves the slot free
 
     def release(self, slot: int) -> None:
         """End a row: nothing of it reaches the slot's next one."""

@@ -15,6 +15,7 @@ from producer.later import LATER
 from producer.messages import messages
 from producer.rules import (
     INT32_MAX,
+    MAX_CHARACTERS,
     MAX_STOP_IDS,
     Integer,
     Matching,
@@ -50,7 +51,7 @@ SAMPLING: Mapping[str, Rule] = {
     "frequency_penalty": Number(-2, 2),
     "no_repeat_ngram_size": Integer(0),
     "seed": Seed(),
-    "stop": Strings(16),
+    "stop": Strings(16, Text(1, MAX_CHARACTERS)),
     "include_stop_str_in_output": flag,
     "stop_token_ids": TokenIds(distinct=True, most=MAX_STOP_IDS),
     "ignore_eos": flag,

@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from producer.errors import RowError
-from producer.rules import Text, clean, refusal
+from producer.rules import MAX_CHARACTERS, Text, clean, refusal
 
 ROLES = ("system", "developer", "user", "assistant")
 KEYS = frozenset({"role", "content", "name"})
 TEXT = Text(code="invalid_request")
+NAME = Text(most=MAX_CHARACTERS, code="invalid_request")
 
 
 def messages(value: Any, path: str) -> tuple[dict[str, Any], ...]:
@@ -35,7 +36,7 @@ def _message(value: Any, path: str) -> dict[str, Any]:
         raise refusal(f"{path}.role", wanted, message.get("role"), code="invalid_request")
     _content(message.get("content"), f"{path}.content")
     if "name" in message:
-        TEXT(message["name"], f"{path}.name")
+        NAME(message["name"], f"{path}.name")
     return message
 
 

@@ -17,6 +17,7 @@ from producer.errors import RowError
 Rule = Callable[[Any, str], Any]
 MAX_STOP_IDS = 64  # the sampler's room for a row's ending ids, EOS ids included, is 128
 MAX_BIASES = 1024  # the sampler's room for a row's biases
+MAX_CHARACTERS = 1024  # of a stop string or a name: what no context limits, and a worker holds many rows
 INT32_MAX = 2**31 - 1
 SHOWN_CHARACTERS = 60  # of a refused value; a result line must not carry a megabyte back
 

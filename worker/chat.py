@@ -6,21 +6,17 @@ no message, however the template cuts, trims or joins it, can spell one. Must no
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
 
 from producer.errors import RowError, UsageError
 from worker.own_files import file_within
+from worker.sandbox import Sandbox
 
 Message = Mapping[str, Any]
 PROBE = "a probe"
@@ -38,11 +34,12 @@ class ChatTemplate:
         self._variables = {name: names.get(token, token) for name, token in variables.items()}
         self._roles = {} if "developer" in source else {"developer": "system"}  # OpenAI's newer name for it
         controls = _any_of(names)
-        environment = _environment()
-        tree = environment.parse(source)
+        self._sandbox = Sandbox()
+        tree = self._sandbox.parse(source)
         if controls is not None:
             self._name_controls(tree, controls)
-        self._template = environment.from_string(tree)
+        self._sandbox.limit(tree)
+        self._template = self._sandbox.from_string(tree)
         self._content: Callable[[str], Any] = str
         self._choose_content()
         self._composed = _any_of(self._composed_controls(controls) if controls else ())
@@ -72,6 +69,7 @@ class ChatTemplate:
     ) -> str:
         pieces, length = [], 0
         variables = dict(self._variables, messages=[self._prepared(message, change) for message in messages])
+        self._sandbox.start()
         try:
             for piece in self._template.generate(variables, add_generation_prompt=add_generation_prompt):
                 pieces.append(piece)
@@ -152,32 +150,3 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str] | None:
     """Matches each of ``tokens``, the longest that fits; None when there are none."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers sets it up, which is what templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-class GenerationTag(Extension):
-    """``{% generation %}`` marks assistant text for training; here its body simply stands."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja's own convention
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

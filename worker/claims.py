@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from dataclasses import replace
 from typing import Any
 
 from producer.errors import RowError, WireError
-from producer.wire import FUNCTION, Failure, Request, Result
+from producer.wire import FUNCTION, Failure, Request, Result, parse_job_id
 from worker.leases import Claim
 
 MAX_BYTES = 80 << 20  # of one job's payload, packed or unpacked: more than any line a producer accepts
@@ -37,8 +38,20 @@ def read(claim: Claim) -> Request | Result:
 
 
 def failed(custom_id: str, job_id: str, failure: Failure) -> Result:
-    """The result of a row that never ran."""
+    """The result of a row that has no answer."""
+    failure = at_its_line(job_id, failure)
     return Result(custom_id=custom_id, job_id=job_id, created=int(time.time()), failure=failure)
+
+
+def at_its_line(job_id: str, failure: Failure) -> Failure:
+    """The failure, its message beginning with the row's line, unless it is the batch's doing."""
+    try:
+        _, _, line = parse_job_id(job_id)
+    except WireError:  # no row of ours
+        return failure
+    if failure.status_code is None:
+        return failure
+    return replace(failure, message=f"line {line}: {failure.message}")
 
 
 def _check(claim: Claim) -> None:

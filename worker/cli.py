@@ -254,6 +254,8 @@ def check(
 ) -> None:
     """Look at everything a worker needs, and run one prompt. Exit code 0 when rows could be worked on.
 
+    What comes after an error is looked at all the same; the exit code is then the first error's.
+
     \b
     worker check --model models/mine --redis redis://queue:6379
     """
@@ -263,10 +265,13 @@ def check(
         found = doctor.examine(
             settings.read(model=model, redis_url=redis, device=device, threads=threads, max_batch=1)
         )
+        wrong = []
         for finding in found:
             print(finding.line, flush=True)
             if finding.is_fatal:
-                raise SystemExit(Exit.REDIS if finding.subject == doctor.REDIS else Exit.FAILED)
+                wrong.append(finding.subject)
+    if wrong:
+        raise SystemExit(Exit.REDIS if wrong[0] == doctor.REDIS else Exit.FAILED)
 
 
 @app.command()

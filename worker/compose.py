@@ -6,6 +6,8 @@ its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,16 +29,23 @@ def build_engine(settings: EngineSettings) -> Engine:
     """An engine that has run once. Raises UsageError for what the folder or this machine cannot give."""
     from worker.engine import Engine
 
-    try:
-        model, sampler = build_parts(settings)
-        overlap = settings.loop == "overlapped"
+    model, sampler = build_parts(settings)
+    overlap = settings.loop == "overlapped"
+    with sized_by_batch(settings):
         engine = Engine(model, sampler, build_policy(settings, model), overlap=overlap)
-    except (ValueError, MemoryError) as error:
-        raise UsageError(f"--max-batch {settings.max_batch} is more than this model takes: {error}") from None
     warm_up(engine)
     if settings.gpu is not None and settings.model != DUMMY:
         compare(engine, Path(settings.model))
     return engine
+
+
+@contextmanager
+def sized_by_batch(settings: EngineSettings) -> Iterator[None]:
+    """What grows with the live batch is made inside; where it does not fit, UsageError names the flag."""
+    try:
+        yield
+    except (ValueError, MemoryError) as error:
+        raise UsageError(f"--max-batch {settings.max_batch} is more than this model takes: {error}") from None
 
 
 def compare(engine: Engine, folder: Path) -> None:
@@ -81,11 +90,14 @@ def build_parts(settings: EngineSettings) -> tuple[Model, Sampler]:
     if settings.gpu is not None and settings.model != DUMMY:
         from worker.cuda import build_parts as build_cuda_parts
 
-        return build_cuda_parts(ModelFolder.load(Path(settings.model)), settings)
+        folder = ModelFolder.load(Path(settings.model))
+        with sized_by_batch(settings):
+            return build_cuda_parts(folder, settings)
     from kernels.cpu import BatchedSampler
 
     model = build_dummy() if settings.model == DUMMY else build_cpu_model(settings)
-    return model, BatchedSampler(settings.max_batch, model.vocab_size, model.context_length)
+    with sized_by_batch(settings):
+        return model, BatchedSampler(settings.max_batch, model.vocab_size, model.context_length)
 
 
 def build_dummy() -> Model:

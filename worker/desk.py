@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import OutOfMemoryError
 from rq.defaults import RQ_KEY_PREFIX
@@ -26,6 +26,7 @@ from worker.shares import Shares
 
 if TYPE_CHECKING:
     from redis import Redis
+    from redis.client import Pipeline
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Desk:
 
     def open(self) -> None:
         """Appear among RQ's workers."""
-        with suppress(OutOfMemoryError):  # to be listed is not worth a row
+        with suppress(OutOfMemoryError):  # the first report says the same
             self._entry.register_birth()  # type: ignore[no-untyped-call]
 
     def close(self, held: Sequence[Lease]) -> int:
@@ -64,6 +65,11 @@ class Desk:
             self._entry.register_death()  # type: ignore[no-untyped-call]
         self._store.forget_worker(self._settings.name)
         return returned
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether the last claim left all queues empty; one of fewer jobs than asked for need not have."""
+        return self._leases.is_dry
 
     def claim(self, room: int) -> list[Claim]:
         """Up to ``room`` jobs, now ours."""
@@ -91,15 +97,12 @@ class Desk:
 
     def report(self, state: WorkerStatus, fields: Mapping[str, str]) -> bool:
         """Say how we are, to RQ and to `producer status`. Returns whether `rq suspend` is in force."""
-        with self._connection.pipeline(transaction=False) as pipe:
+        with self._connection.pipeline() as pipe:
             pipe.exists(SUSPENDED)
             self._entry.beat(pipe, state)
             self._store.report_worker(pipe, self._settings.name, fields, REPORT_TTL_SECONDS)
-            answers = pipe.execute(raise_on_error=False)
-        for answer in answers:  # a Redis that is full has no room for reports; rows need not wait for that
-            if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
-                raise answer
-        return bool(answers[0])
+            is_suspended, *_ = self._run(pipe)
+        return bool(is_suspended)
 
     def note_deaths(self) -> None:
         """Into the jobs, for the worker that gets them if we die too."""
@@ -108,3 +111,9 @@ class Desk:
         given = [part for lease, count in self.deaths.items() for part in (*names([lease]), str(count))]
         self._connection.eval(scripts.NOTE_DEATHS, 0, RQ_KEY_PREFIX, self._settings.name, *given)
         self.deaths.clear()
+
+    def _run(self, pipe: Pipeline) -> list[Any]:
+        """The pipe's commands as a script: a Redis that is full takes those too."""
+        words = [part for command, _ in pipe.command_stack for part in (len(command), *command)]
+        answers: list[Any] = self._connection.eval(scripts.COMMANDS, 0, RQ_KEY_PREFIX, *words)
+        return answers

@@ -36,7 +36,7 @@ class Lease:
     queue: str
     job_id: str
     execution_id: str
-    started_at: float  # unix seconds
+    started_at: float  # unix seconds, by the worker's clock; when it ends, Redis's says
 
     @property
     def run(self) -> str:
@@ -79,7 +79,10 @@ class Claim:
 
 
 class Leases:
-    """The leases of one worker on its queues. Raises redis-py's errors when Redis is away."""
+    """The leases of one worker on its queues. Raises redis-py's errors when Redis is away.
+
+    ``is_dry``: whether the last claim left all queues empty.
+    """
 
     def __init__(self, connection: Redis, worker_name: str, lease_seconds: float, max_bytes: int) -> None:
         self.worker_name = worker_name
@@ -87,6 +90,7 @@ class Leases:
         self._max_bytes = max_bytes
         self._token = uuid.uuid4().hex[:20]  # execution ids: unlike any other process's, then counted
         self._claims = count()
+        self.is_dry = False
         self._claim = connection.register_script(scripts.CLAIM)
         self._renew = connection.register_script(scripts.RENEW)
         self._hand_back = connection.register_script(scripts.HAND_BACK)
@@ -94,28 +98,25 @@ class Leases:
     def claim(self, room: int, quotas: Sequence[tuple[str, int]]) -> list[Claim]:
         """Take and lease up to ``room`` jobs: each queue's quota first, then whatever is there.
 
-        Fewer than there are where their prompts are huge: see CLAIM_BYTES.
+        Fewer although there are more, which ``is_dry`` then says, where prompts are huge (see CLAIM_BYTES) or
+        the queues name jobs that others hold.
         """
         now = time.time()
         prefix = f"{self._token}{next(self._claims):08x}-"
-        given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, prefix, repr(now), utcformat(utc_now())]
+        given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, prefix, utcformat(utc_now())]
         given += [self._lease_seconds, room, self._max_bytes, batch_key(""), CLAIM_BYTES]
         given += [len(scripts.FIELDS), *scripts.FIELDS]
         for queue, quota in quotas:
             given += [queue, quota]
-        return [_claim(now, *taken) for taken in self._claim(args=given)]
+        claims, is_dry = self._claim(args=given)
+        self.is_dry = bool(is_dry)
+        return [_claim(now, *taken) for taken in claims]
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """Prolong all leases in one round trip. Returns those that are lost: someone else has the job."""
         if not leases:
             return []
-        given: list[Argument] = [
-            RQ_KEY_PREFIX,
-            self.worker_name,
-            repr(time.time()),
-            self._lease_seconds,
-            *names(leases),
-        ]
+        given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, self._lease_seconds, *names(leases)]
         return [leases[int(index)] for index in self._renew(args=given)]
 
     def hand_back(self, leases: Sequence[Lease]) -> int:
@@ -129,11 +130,10 @@ class Leases:
 
 def recover(connection: Redis, queue: str) -> list[str]:
     """Requeue the jobs whose worker let their lease run out. Returns their ids, at most RECOVER_AT_ONCE."""
-    now = repr(time.time())
     ids: Any = connection.eval(
-        scripts.RECOVER, 0, RQ_KEY_PREFIX, queue, now, utcformat(utc_now()), RECOVER_AT_ONCE
+        scripts.RECOVER, 0, RQ_KEY_PREFIX, queue, utcformat(utc_now()), RECOVER_AT_ONCE
     )
-    return [name.decode() for name in reversed(ids)]
+    return [name.decode(errors="replace") for name in reversed(ids)]
 
 
 def names(leases: Iterable[Lease]) -> list[str]:

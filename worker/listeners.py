@@ -30,7 +30,7 @@ RETRY_SECONDS = 1.0
 
 
 class Listener(threading.Thread):
-    """A daemon thread that repeats ``turn`` until ``stop``, whatever Redis does meanwhile."""
+    """A daemon thread that repeats ``turn`` until ``stop``, whatever Redis does or says meanwhile."""
 
     def __init__(self, name: str, connection: Redis, post: Post) -> None:
         super().__init__(name=name, daemon=True)
@@ -48,6 +48,9 @@ class Listener(threading.Thread):
                 self.turn()
             except RedisError as error:
                 log.debug("%s: %s", self.name, error)  # the main loop says that Redis is away
+                self.stopped.wait(RETRY_SECONDS)
+            except Exception:  # what somebody wrote into Redis must not leave the worker deaf
+                log.exception("%s goes on", self.name)
                 self.stopped.wait(RETRY_SECONDS)
 
     def turn(self) -> None:

@@ -38,11 +38,15 @@ local rq = ARGV[1]
 -- workers do must go through: else leases run out, ends cannot be written, rows run twice and none drains.
 redis.call('DEL', rq .. ':nothing')
 
+-- When leases end is a matter of this clock alone: those of workers differ.
+local seconds, microseconds = unpack(redis.call('TIME'))
+local clock = seconds + microseconds / 1e6
+
 local function job_key(id) return rq .. ':job:' .. id end
 local function wip_key(queue) return rq .. ':wip:' .. queue end
 
--- Keys of one job that somebody made into something else must not stop a script in the middle of other rows:
--- hence pcall for them.
+-- Keys of one job or one worker that somebody made into something else must not stop a script in the middle
+-- of other rows: hence pcall for them.
 
 -- Whether this worker still owns this run of the job: nobody requeued, cancelled, deleted or took it.
 local function owns(worker, queue, id, execution)
@@ -52,10 +56,10 @@ local function owns(worker, queue, id, execution)
 end
 
 -- Whether any run of the job holds a lease that is not over.
-local function is_leased(queue, id, now)
+local function is_leased(queue, id)
   for _, execution in ipairs(redis.pcall('ZRANGE', rq .. ':executions:' .. id, 0, -1)) do
     local till = redis.call('ZSCORE', wip_key(queue), id .. ':' .. execution)
-    if till and tonumber(till) > now then return true end
+    if till and tonumber(till) > clock then return true end
   end
   return false
 end
@@ -66,7 +70,7 @@ local function forget(worker, queue, id, execution)
   redis.call('ZREM', wip_key(queue), run)
   redis.call('DEL', rq .. ':execution:' .. run)
   redis.pcall('ZREM', rq .. ':executions:' .. id, execution)
-  redis.call('SREM', rq .. ':worker:' .. worker .. ':executions', run)
+  redis.pcall('SREM', rq .. ':worker:' .. worker .. ':executions', run)
 end
 
 -- Back to the front of its queue, as if it had never been taken; no retry is consumed.
@@ -76,31 +80,30 @@ local function requeue(queue, id, now)
 end
 """
 
-# ARGV: rq, worker, execution prefix, now (unix), now (RQ's text), lease seconds, room, largest data in bytes,
-#       our prefix of batches' keys, data in bytes after which no more is taken, the number of fields, the
-#       fields, then (queue, quota) for each queue in order of priority.
-# Returns for each id taken: queue, id, execution, field values, its batch's state and when that expires.
-# execution '' means that it was not started: the list named something that is no job of RQ's, or one that
-# already ended. data is its size if too large.
+# ARGV: rq, worker, execution prefix, now (RQ's text), lease seconds, room, largest data in bytes, our prefix
+#       of batches' keys, data in bytes after which no more is taken, the number of fields, the fields, then
+#       (queue, quota) for each queue in order of priority.
+# Returns for each id taken: queue, id, execution, field values, its batch's state and when that expires; and
+# beside the ids, whether all queues are empty now (1 or 0). execution '' means that it was not started: the
+# list named something that is no job of RQ's, or one that already ended. data is its size if too large.
 CLAIM = (
     _LEASE
     + """
-local worker, prefix, now, text = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
-local lease, room, largest = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local bytes, num_fields = tonumber(ARGV[10]), tonumber(ARGV[11])
-local fields = {}
-for i = 1, num_fields do fields[i] = ARGV[11 + i] end
+local worker, prefix, text, batches = ARGV[2], ARGV[3], ARGV[4], ARGV[8]
+local lease, room, largest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local bytes, num_fields = tonumber(ARGV[9]), tonumber(ARGV[10])
+local fields = {unpack(ARGV, 11, 10 + num_fields)}
 local ended = {finished = true, failed = true, canceled = true, stopped = true}
 local claims, taken = {}, 0
 
 local function start(queue, id, execution)
   local run = id .. ':' .. execution
   redis.call('HSET', rq .. ':execution:' .. run, 'id', execution, 'job_id', id,
-             'created_at', ARGV[4], 'last_heartbeat', ARGV[4], 'worker_name', worker)
+             'created_at', clock, 'last_heartbeat', clock, 'worker_name', worker)
   redis.call('EXPIRE', rq .. ':execution:' .. run, math.ceil(lease))
-  redis.pcall('ZADD', rq .. ':executions:' .. id, now + lease + 60, execution)
+  redis.pcall('ZADD', rq .. ':executions:' .. id, clock + lease + 60, execution)
   redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
-  redis.call('ZADD', wip_key(queue), now + lease + taken / 1e6, run)  -- in order, for RECOVER
+  redis.call('ZADD', wip_key(queue), clock + lease + taken / 1e6, run)  -- in order, for RECOVER
   redis.call('SADD', rq .. ':worker:' .. worker .. ':executions', run)
   redis.call('HSET', job_key(id), 'status', 'started', 'started_at', text, 'worker_name', worker,
              'last_heartbeat', text)
@@ -114,7 +117,7 @@ local function look(id)
   local values = redis.call('HMGET', job_key(id), unpack(fields, 2))
   for i = 1, num_fields - 1 do values[i] = string.sub(values[i] or '', 1, 200) end
   table.insert(values, 1, size > largest and tostring(size) or redis.call('HGET', job_key(id), 'data'))
-  local batch = redis.pcall('HMGET', ARGV[9] .. string.gsub(id, '%-%d+%-%d+$', ''), 'state', 'expires')
+  local batch = redis.pcall('HMGET', batches .. string.gsub(id, '%-%d+%-%d+$', ''), 'state', 'expires')
   for i = 1, 2 do values[num_fields + i] = batch[i] or '' end
   return values
 end
@@ -128,7 +131,7 @@ local function take(queue)
     claims[#claims + 1] = {queue, string.sub(id, 1, 200), '', {}}
   elseif not values[1] and values[2] == '' or ended[values[2]] then
     claims[#claims + 1] = {queue, id, '', values}
-  elseif not (values[2] == 'started' and is_leased(queue, id, now)) then
+  elseif not (values[2] == 'started' and is_leased(queue, id)) then
     local execution = prefix .. taken
     bytes = bytes - #(values[1] or '')
     start(queue, id, execution)
@@ -138,34 +141,38 @@ local function take(queue)
 end
 
 for first = 1, 2 do  -- each queue's quota, then whoever has rows
-  for i = 12 + num_fields, #ARGV, 2 do
+  for i = 11 + num_fields, #ARGV, 2 do
     local quota = first == 1 and tonumber(ARGV[i + 1]) or room
     while quota > 0 and taken < room and bytes > 0 and take(ARGV[i]) do quota = quota - 1 end
   end
 end
 redis.call('EXPIRE', rq .. ':worker:' .. worker .. ':executions', math.ceil(lease) + 60)
-return claims
+local is_dry = 1
+for i = 11 + num_fields, #ARGV, 2 do  -- an empty list is no key
+  if redis.pcall('TYPE', rq .. ':queue:' .. ARGV[i]).ok == 'list' then is_dry = 0 end
+end
+return {claims, is_dry}
 """
 )
 
-# ARGV: rq, worker, now (unix), lease seconds, then (queue, id, execution) for each lease.
+# ARGV: rq, worker, lease seconds, then (queue, id, execution) for each lease.
 # Returns the positions (from 0) of leases that are lost; a lost lease is not brought back.
 RENEW = (
     _LEASE
     + """
-local now, lease, lost = tonumber(ARGV[3]), tonumber(ARGV[4]), {}
-for i = 5, #ARGV, 3 do
+local lease, lost = tonumber(ARGV[3]), {}
+for i = 4, #ARGV, 3 do
   local queue, id, execution = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local run = id .. ':' .. execution
   if owns(ARGV[2], queue, id, execution) then
-    redis.call('ZADD', wip_key(queue), now + lease + i / 1e6, run)
-    redis.pcall('HSET', rq .. ':execution:' .. run, 'last_heartbeat', ARGV[3])
+    redis.call('ZADD', wip_key(queue), clock + lease + i / 1e6, run)
+    redis.pcall('HSET', rq .. ':execution:' .. run, 'last_heartbeat', clock)
     redis.call('EXPIRE', rq .. ':execution:' .. run, math.ceil(lease))
-    redis.pcall('ZADD', rq .. ':executions:' .. id, now + lease + 60, execution)
+    redis.pcall('ZADD', rq .. ':executions:' .. id, clock + lease + 60, execution)
     redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
   else
     forget(ARGV[2], queue, id, execution)
-    lost[#lost + 1] = (i - 5) / 3
+    lost[#lost + 1] = (i - 4) / 3
   end
 end
 return lost
@@ -272,13 +279,13 @@ return returned
 """
 )
 
-# ARGV: rq, queue, now (unix), now (RQ's text), most rows. Runs whose lease is over end, and their jobs go
+# ARGV: rq, queue, now (RQ's text), most rows. Runs whose lease is over end, and their jobs go
 # back to the front of the queue in their old order. Returns the ids.
 RECOVER = (
     _LEASE
     + """
 local queue, back = ARGV[2], {}
-local runs = redis.call('ZRANGEBYSCORE', wip_key(queue), '-inf', '(' .. ARGV[3], 'LIMIT', 0, ARGV[5])
+local runs = redis.call('ZRANGEBYSCORE', wip_key(queue), '-inf', clock, 'LIMIT', 0, ARGV[4])
 for i = #runs, 1, -1 do
   local id, execution = string.match(runs[i], '^(.+):([^:]+)$')
   if not id then
@@ -288,8 +295,8 @@ for i = #runs, 1, -1 do
     local worker = redis.pcall('HGET', rq .. ':execution:' .. runs[i], 'worker_name')
     if type(worker) ~= 'string' then worker = job[2] or '' end
     forget(worker, queue, id, execution)
-    if job[1] == 'started' and not is_leased(queue, id, tonumber(ARGV[3])) then
-      requeue(queue, id, ARGV[4])
+    if job[1] == 'started' and not is_leased(queue, id) then
+      requeue(queue, id, ARGV[3])
       back[#back + 1] = id
     end
   end
@@ -307,5 +314,18 @@ for i = 3, #ARGV, 4 do
     redis.call('HSET', job_key(ARGV[i + 1]), 'livebatch_deaths', ARGV[i + 3])
   end
 end
+"""
+)
+
+# ARGV: rq, then commands: the number of words of each, and the words. Returns their answers.
+COMMANDS = (
+    _LEASE
+    + """
+local answers, at = {}, 2
+while at < #ARGV do
+  answers[#answers + 1] = redis.call(unpack(ARGV, at + 1, at + ARGV[at]))
+  at = at + 1 + ARGV[at]
+end
+return answers
 """
 )

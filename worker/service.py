@@ -249,11 +249,10 @@ class Service:
         return self._room >= max(1, self._settings.engine.max_batch // 4)
 
     def _claim(self) -> None:
-        room = self._room
-        claimed = self._desk.claim(room)
+        claimed = self._desk.claim(self._room)
         if claimed and not self._hand:
             self._report_at = 0.0  # idle no more: say so now
-        if len(claimed) < room:
+        if self._desk.is_dry:
             self._is_dry = True
             for waiter in self._waiters:
                 waiter.arm()

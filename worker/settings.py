@@ -115,22 +115,13 @@ def read(
         model=model,
         device=device,
         max_batch=_at_least(1, MAX_BATCH[kind] if max_batch is None else max_batch, "--max-batch"),
-        threads=None if threads is None else _at_least(1, threads, "--threads"),
+        threads=_count(threads, "--threads"),
         kv_bytes=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         log_format=_one_of(log_format, LOG_FORMATS, "--log-format"),
         loop=_one_of(loop or ("plain" if kind == "cpu" else "overlapped"), LOOPS, "--loop"),
         deterministic=deterministic,
     )
-    if engine.loop == "overlapped" and engine.gpu is None:
-        raise UsageError("--loop overlapped wants a GPU: the CPU computes a step before it goes on")
-    if metrics_port is not None and not 0 <= metrics_port < 2**16:
-        raise UsageError(f"--metrics-port is a port, 0 (any free one) to 65535, not {metrics_port}")
-    if not 0 <= grace < float("inf"):
-        raise UsageError(f"--grace wants seconds, 0 or more, not {grace}")
-    if not engine_timeout > 0:
-        raise UsageError(f"--engine-timeout wants seconds, more than 0, not {engine_timeout}")
-    limit = None if max_tokens_default is None else _at_least(1, max_tokens_default, "--max-tokens-default")
-    return Settings(
+    settings = Settings(
         engine=engine,
         redis_url=redis_url,
         queues=parse_queues(queues),
@@ -138,10 +129,27 @@ def read(
         grace_seconds=grace,
         engine_timeout_seconds=engine_timeout,
         sampling_defaults=_one_of(sampling_defaults, SAMPLING_DEFAULTS, "--sampling-defaults"),
-        max_tokens_default=limit,
+        max_tokens_default=_count(max_tokens_default, "--max-tokens-default"),
         metrics_port=metrics_port,
         metrics_host=metrics_host,
     )
+    _check(settings)
+    return settings
+
+
+def _check(settings: Settings) -> None:
+    """What types do not say. Raises UsageError."""
+    engine, port = settings.engine, settings.metrics_port
+    if engine.loop == "overlapped" and engine.gpu is None:
+        raise UsageError("--loop overlapped wants a GPU: the CPU computes a step before it goes on")
+    if port is not None and not 0 <= port < 2**16:
+        raise UsageError(f"--metrics-port is a port, 0 (any free one) to 65535, not {port}")
+    if not 0 <= settings.grace_seconds < float("inf"):
+        raise UsageError(f"--grace wants seconds, 0 or more, not {settings.grace_seconds}")
+    if not settings.engine_timeout_seconds > 0:
+        raise UsageError(
+            f"--engine-timeout wants seconds, more than 0, not {settings.engine_timeout_seconds}"
+        )
 
 
 def parse_device(text: str) -> str:
@@ -175,6 +183,11 @@ def _at_least(least: int, value: int, flag: str) -> int:
     if value < least:
         raise UsageError(f"{flag} must be at least {least}, not {value}")
     return value
+
+
+def _count(value: int | None, flag: str) -> int | None:
+    """At least 1, or nothing."""
+    return None if value is None else _at_least(1, value, flag)
 
 
 def _one_of(text: str, choices: tuple[Choice, ...], flag: str) -> Choice:

@@ -47,6 +47,25 @@ def alone(make: Any, params: RowParams, steps: int = 6) -> list[int]:
     return [int(sampler.step(logits(step), [0])[0][0]) for step in range(steps)]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(cpu.BatchedSampler, id="cpu"),
+        pytest.param(OnDevice, id="cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("wrong", [{"stop_ids": tuple(range(V))}, {"allowed_ids": (2 * V,)}])
+def test_a_row_that_is_refused_leaves_its_slot_free(make: Any, wrong: dict[str, Any]) -> None:
+    """And nothing of its masks to the slot's next row."""
+    sampler = make(1, V, 64)
+    with pytest.raises((ValueError, IndexError)):
+        sampler.admit(0, RowParams(max_tokens=9, **{"banned_ids": tuple(range(100)), **wrong}), [3])
+    with pytest.raises(KeyError):
+        sampler.release(0)
+    sampler.admit(0, RowParams(max_tokens=9, temperature=0.0, logit_bias=((5, 100.0),)), [3, 4, 3])
+    assert sampler.step(logits(0), [0])[0][0] == 5
+
+
 # ------------------------------------------------------------------------------------------- invariance
 
 

@@ -48,7 +48,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("seed", -1, None),
     ("stop", "x", ("x",)),
     ("stop", ["a", "漢"], ("a", "漢")),
-    ("stop", ["x"] * 16, ("x",) * 16),
+    ("stop", ["x" * 1024] * 16, ("x" * 1024,) * 16),
     ("stop", [], None),
     ("include_stop_str_in_output", True, True),
     ("stop_token_ids", [5, 0, 5], (5, 0)),
@@ -77,7 +77,7 @@ BAD: dict[str, list[Any]] = {
     "frequency_penalty": [3, -2.1, NAN, None.__class__],
     "no_repeat_ngram_size": [-1, 2.0, True],
     "seed": [-2, 2**64, 1.5, "7", True],
-    "stop": ["", [""], ["a", ""], ["x"] * 17, 5, {"a": 1}, [5], ["\ud83d"]],
+    "stop": ["", [""], ["a", ""], ["x"] * 17, "x" * 1025, ["a", "x" * 1025], 5, {"a": 1}, [5], ["\ud83d"]],
     "include_stop_str_in_output": [1, 0, "true"],
     "stop_token_ids": [[-1], [1.0], [True], ["1"], 5, "5", [2**31], [None], [*range(65)]],
     "ignore_eos": [1, "yes"],
@@ -123,6 +123,7 @@ BAD_PROMPTS: dict[str, list[Any]] = {
         [{"role": "user", "content": ["x"]}],
         [{"role": "user", "content": DEEP}],
         [{"role": "user", "content": "x", "name": 5}],
+        [{"role": "user", "content": "x", "name": "x" * 1025}],
     ],
 }
 
@@ -193,8 +194,10 @@ def test_the_message_says_what_was_given_and_what_is_right() -> None:
         "top_p must be a number above 0 and at most 1, not 0: "
         "use 1.0 to keep every token, or temperature 0 for the likeliest"
     )
-    with pytest.raises(RowError, match=r"stop\[1\] must be a string that is not empty, not \"\""):
+    with pytest.raises(RowError, match=r"stop\[1\] must be a string of 1 to 1024 characters, not \"\""):
         check(stop=["a", ""])
+    with pytest.raises(RowError, match=r"messages\[0\]\.name must be a string of 0 to 1024 characters, not"):
+        check(messages=[{"role": "user", "content": "x", "name": "n" * 10**6}])
     with pytest.raises(RowError, match=r"messages\[0\]\.role must be one of system, .*, not \"usr\""):
         check(messages=[{"role": "usr", "content": "x"}])
     with pytest.raises(RowError, match="character 2 is the lone surrogate U\\+D83D"):

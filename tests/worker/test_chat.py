@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.errors import RowError, UsageError
+from worker import sandbox
 from worker.chat import ChatTemplate, template_source
 from worker.tokenizer import Tokenizer
 
@@ -180,8 +181,8 @@ class TestContent:
 
 
 class TestSandbox:
-    """A template reaches nothing but its messages. With time it is trusted as the model's weights are: no row
-    can write one, and what it writes of a row is bounded."""
+    """A template reaches nothing but its messages. With memory it is trusted as the model's weights are: no
+    row can write one. What it writes of a row is bounded, and so is its time."""
 
     @pytest.mark.parametrize(
         "source",
@@ -203,7 +204,7 @@ class TestSandbox:
 
     @pytest.mark.parametrize(
         "expression",
-        ["lipsum.__globals__", "''|attr('__class__')", "messages.__class__", "strftime_now.__globals__"],
+        ["cycler.__globals__", "''|attr('__class__')", "messages.__class__", "strftime_now.__globals__"],
     )
     def test_what_is_not_there(self, expression: str) -> None:
         assert render("{{ " + expression + " }}", "user: x") == ""
@@ -212,6 +213,54 @@ class TestSandbox:
         loop = "{% for i in range(99999) %}"
         source = loop + loop + "{{ messages[0].content * 500 }}{% endfor %}{% endfor %}"
         assert LIMIT < len(render(source, "user: x")) < 2 * LIMIT
+
+
+LONG = "{% for i in range(99999) %}"
+ENDLESS = {
+    "loops": LONG + LONG + LONG + "{% endfor %}" * 3,
+    "loops with a way out": LONG + LONG + "{% continue %}{% endfor %}{% endfor %}",
+    "items passed over": LONG + "{% for i in range(99999) if false %}{% endfor %}{% endfor %}",
+    "a costly condition": "{% for i in range(99999) if (range(99999) | list | length) < 0 %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(30) }}",
+    "callers": "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + "{% call f() %}" * 15
+    + "{% endcall %}" * 15,
+    "blocks": "{% set n = namespace(d=0) %}{% block b %}{% if n.d < 30 %}{% set n.d = n.d + 1 %}"
+    "{{ self.b() }}{{ self.b() }}{% set n.d = n.d - 1 %}{% endif %}{% endblock %}",
+    "a loop in itself": "{% for i in [1, 2] recursive %}{% if loop.depth < 30 %}{{ loop([1, 2]) }}{% endif %}"
+    "{% endfor %}",
+}
+
+
+class TestTime:
+    """A template that would not end is stopped, when it is loaded and when it meets a row."""
+
+    @pytest.fixture(autouse=True)
+    def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sandbox, "RENDER_SECONDS", 0.02)
+
+    @pytest.mark.timeout(20)
+    @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
+    def test_what_does_not_end_is_stopped(self, source: str) -> None:
+        with pytest.raises(RowError, match=r"refuses the messages: it runs for more than 0\.02 s"):
+            render(source, "user: x")
+
+    def test_each_prompt_has_time_of_its_own(self) -> None:
+        source = "{% for i in range(1000) %}{% endfor %}{{ messages[0].content }}"
+        made = template(source)
+        assert [made.render(chat("user: x"), LIMIT) for _ in range(100)] == ["x"] * 100
+
+    @pytest.mark.parametrize(
+        "expression",
+        ["'a' * 10 ** 10", "10 ** 10 * [1]", "10 ** (10 ** 10)", "2 ** 500000 * 2 ** 500000 * 2 ** 500000"],
+    )
+    def test_nothing_absurd_is_made_meanwhile(self, expression: str) -> None:
+        with pytest.raises(RowError, match="it makes something of more than 1048576 characters"):
+            render("{{ (" + expression + ") | string | length }}", "user: x")
+
+    def test_what_templates_multiply_is_what_it_was(self) -> None:
+        source = "{{ '-' * 3 }}{{ 2 * 'ab' }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 1.5 * 2 }}{{ 2 ** -1 }}{{ [0] * 2 }}"
+        assert render(source, "user: x") == "---abab1210243.00.5[0, 0]"
 
 
 class TestJinjaAsTransformersSetsItUp:

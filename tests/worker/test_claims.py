@@ -101,7 +101,7 @@ def test_a_row_of_ours_is_read() -> None:
 )
 def test_everything_else_is_refused(bad: Claim, reason: str) -> None:
     said = refusal(bad)
-    assert said.startswith("invalid_request: refused: ")
+    assert said.startswith("invalid_request: line 1: refused: ")
     assert reason in said
 
 
@@ -123,6 +123,7 @@ def test_a_value_the_contract_refuses_fails_the_row_under_its_own_name() -> None
         "invalid_value",
         "temperature",
     )
+    assert result.failure.message == "line 1: temperature must be a number from 0 to 2, not 3.0"
 
 
 def test_a_payload_of_another_row_lends_it_no_name() -> None:

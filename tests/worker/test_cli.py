@@ -129,8 +129,21 @@ def test_the_doctor_looks_at_everything(redis_url: str) -> None:
     assert "'The cap" in done.stdout
 
 
-def test_the_doctor_finds_what_is_missing(tmp_path: Path) -> None:
-    assert run("check", "--model", "dummy", "--redis", NOWHERE).returncode == 3
+def test_the_doctor_goes_on_after_an_error() -> None:
+    done = run("check", "--model", "dummy", "--redis", NOWHERE)
+    assert done.returncode == 3
+    subjects = [line.split()[:2] for line in done.stdout.splitlines()]
+    assert subjects == [["error", "redis"], ["ok", "device"], ["ok", "model"], ["ok", "prompt"]]
+
+
+def test_the_doctor_ends_with_the_first_errors_code(tmp_path: Path) -> None:
+    done = run("check", "--model", tmp_path / "none", "--redis", NOWHERE)
+    assert done.returncode == 3
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("error")] == [
+        "redis",
+        "model",
+        "prompt",
+    ]
 
 
 def test_the_doctor_names_a_broken_folder(redis_url: str, tmp_path: Path) -> None:

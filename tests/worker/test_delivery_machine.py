@@ -151,6 +151,7 @@ class Delivery(RuleBasedStateMachine):
         parent = self.parents[slot]
         for claim in parent.leases.claim(room, [(QUEUE, room)]):
             if claim.is_started:
+                assert claim.status in (b"queued", b"started"), "a row that ended runs again"
                 assert int(claim.deaths or 0) == self.deaths[claim.lease.job_id]
                 parent.held.append(claim)
 

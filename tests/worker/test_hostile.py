@@ -100,6 +100,15 @@ BAD_REQUESTS = {
     "keys given twice": ('{"line":2,' + changed(line=3)[1:], "belongs to row b-0-3"),
     "two prompts": (changed(prompt_token_ids=[1]), "prompt"),
     "ids beyond the vocabulary": (sampled(stop_token_ids=[10**6]), "vocabulary"),
+    "a stop string of a megabyte": (sampled(stop=["x" * 2**20]), "stop[0] must be a string of 1 to 1024"),
+    "a speaker's name of a megabyte": (
+        changed(
+            prompt=None,
+            endpoint="chat",
+            messages=[{"role": "user", "content": "x", "name": "x" * 2**20}],
+        ),
+        "messages[0].name must be a string of 0 to 1024",
+    ),
     "another endpoint": (changed(endpoint="embeddings"), "endpoint must be"),
     "a model of its own": (changed(model="../../etc/passwd"), "this queue serves dummy"),
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -17,6 +20,7 @@ from worker.leases import Claim, Leases, recover
 
 pytestmark = pytest.mark.redis
 LARGEST = 100_000
+Machine = Callable[[], AbstractContextManager[None]]
 
 
 def queue(connection: redis.Redis, name: str = "q") -> Queue:
@@ -113,9 +117,26 @@ def test_a_claim_stops_at_so_many_bytes(connection: redis.Redis, monkeypatch: py
         connection.hset(job.key, "data", b"x" * 1000)
     monkeypatch.setattr("worker.leases.CLAIM_BYTES", 1500)
     ours = leases(connection)
-    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-0", "b-0-1"]
-    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-2", "b-0-3"]
-    assert ids(ours.claim(8, [("q", 4)])) == ["b-0-4"]
+    for taken, is_dry in ((["b-0-0", "b-0-1"], False), (["b-0-2", "b-0-3"], False), (["b-0-4"], True)):
+        assert ids(ours.claim(8, [("q", 4)])) == taken
+        assert ours.is_dry is is_dry
+
+
+def test_a_claim_says_whether_it_left_all_queues_empty(connection: redis.Redis) -> None:
+    """The number of jobs does not: what others hold is dropped, and takes room of the claim."""
+    enqueue(queue(connection), 1)
+    ours = leases(connection)
+    assert ids(ours.claim(1, [("q", 1), ("other", 0)])) == ["b-0-0"]
+    assert ours.is_dry
+    connection.rpush("rq:queue:q", "b-0-0", "b-0-0", "b-0-0")
+    enqueue(queue(connection, "other"), 1, first=7)
+    assert ours.claim(2, [("q", 2), ("other", 0)]) == []
+    assert not ours.is_dry
+    assert ids(ours.claim(2, [("q", 2), ("other", 0)])) == ["b-0-7"]
+    assert ours.is_dry
+    connection.set("rq:queue:q", "not a list")
+    assert ours.claim(2, [("q", 2)]) == []
+    assert ours.is_dry, "nothing of it can be taken"
 
 
 def test_a_lease_is_renewed_while_it_is_ours(connection: redis.Redis) -> None:
@@ -145,6 +166,19 @@ def test_rows_of_the_dead_go_back_in_order_without_costing_a_retry(connection: r
     assert job.retries_left == 10**6
     assert not connection.zcard("rq:wip:q")
     assert recover(connection, "q") == []
+
+
+def test_odd_runs_keep_no_row_from_coming_back(connection: redis.Redis) -> None:
+    enqueue(queue(connection), 2)
+    leases(connection, "dead", seconds=0.01).claim(2, [("q", 2)])
+    connection.hset(b"rq:job:\xff", "status", "started")
+    connection.zadd("rq:wip:q", {b"\xff:e": 1, "no run": 1, ":": 1, "a:b:c": 1})
+    connection.delete("rq:worker:dead:executions")
+    connection.set("rq:worker:dead:executions", "no set")
+    wait_until(lambda: connection.zcount("rq:wip:q", "-inf", time.time()) == 6)
+    assert recover(connection, "q") == ["\ufffd", "b-0-0", "b-0-1"]
+    assert connection.lrange("rq:queue:q", 0, -1) == [b"\xff", b"b-0-0", b"b-0-1"]
+    assert not connection.exists("rq:wip:q")
 
 
 def test_many_recover_at_once_and_each_row_comes_back_once(connection: redis.Redis) -> None:
@@ -183,6 +217,47 @@ def test_a_lease_renewed_while_rq_requeues_its_job_is_not_owned(connection: redi
         pipe.execute()
     assert ours.renew([claim.lease]) == [claim.lease]
     assert line.job_ids == ["b-0-0"]
+
+
+class TestClocks:
+    """Those of workers may differ by minutes: when a lease ends is Redis's to say."""
+
+    @pytest.fixture(params=[-600.0, 600.0], ids=["behind", "ahead"])
+    def elsewhere(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+        """A block is run by a machine whose clock is wrong."""
+        wrong = SimpleNamespace(time=lambda: time.time() + request.param)
+
+        @contextmanager
+        def machine() -> Iterator[None]:
+            with monkeypatch.context() as patch:
+                patch.setattr("worker.leases.time", wrong)
+                yield
+
+        return machine
+
+    def test_nobody_takes_what_another_holds(self, connection: redis.Redis, elsewhere: Machine) -> None:
+        enqueue(queue(connection), 2)
+        here, there = leases(connection, "here"), leases(connection, "there")
+        (ours,) = here.claim(1, [("q", 1)])
+        with elsewhere():
+            (theirs,) = there.claim(1, [("q", 1)])
+            assert there.renew([theirs.lease]) == []
+            connection.rpush("rq:queue:q", "b-0-0")
+            assert there.claim(1, [("q", 1)]) == []
+            assert recover(connection, "q") == []
+        connection.rpush("rq:queue:q", "b-0-1")
+        assert here.claim(1, [("q", 1)]) == []
+        assert recover(connection, "q") == []
+        assert here.renew([ours.lease]) == there.renew([theirs.lease]) == []
+
+    def test_rows_of_the_dead_come_back(self, connection: redis.Redis, elsewhere: Machine) -> None:
+        enqueue(queue(connection), 2)
+        leases(connection, "dead here", seconds=0.05).claim(1, [("q", 1)])
+        with elsewhere():
+            leases(connection, "dead there", seconds=0.05).claim(1, [("q", 1)])
+            wait_until(lambda: recover(connection, "q"))
+        wait_until(lambda: recover(connection, "q") or len(queue(connection)) == 2)
+        assert sorted(queue(connection).job_ids) == ["b-0-0", "b-0-1"]
 
 
 def test_an_id_queued_twice_runs_once(connection: redis.Redis) -> None:

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -84,6 +84,45 @@ def test_the_thread_puts_rows_of_the_dead_back(redis_url: str, connection: redis
     with running(Maintenance(["q"], connector(redis_url)(5.0), 0.02, 10.0)):
         wait_until(lambda: status(connection, "b-0-1") == "queued")
     assert connection.lrange("rq:queue:q", 0, -1) == [b"b-0-1", b"b-0-2"]
+
+
+def in_limbo(connection: redis.Redis, job_id: str) -> str:
+    """A dependent that waits for nothing any more; its key."""
+    job = Queue("q", connection=connection, serializer=Serializer).enqueue("f", job_id=job_id)
+    connection.delete("rq:queue:q")
+    connection.hset(job.key, "status", "ready_to_enqueue")
+    connection.zadd("rq:ready:q", {job_id: 1})
+    return str(job.key)
+
+
+ODD: dict[str, Callable[[redis.Redis, str], object]] = {
+    "a date that is none": lambda it, key: it.hset(key, "created_at", "never"),
+    "a time to live that is none": lambda it, key: it.hset(key, "result_ttl", "soon"),
+    "a status that is none": lambda it, key: it.hset(key, "status", "weird"),
+    "bytes that are no text": lambda it, key: it.hset(key, "origin", b"\xff"),
+    "no hash": lambda it, key: it.delete(key) and it.set(key, "text"),
+    "a name that is no text": lambda it, key: it.zadd("rq:ready:q", {b"\xff\xfe": 0}),
+    "workers that are no text": lambda it, key: it.sadd("rq:workers:q", b"\xff\xfe"),
+    "a registry that is none": lambda it, key: it.set("rq:finished:q", "text"),
+}
+
+
+@pytest.mark.parametrize("spoil", ODD.values(), ids=ODD.keys())
+def test_an_odd_entry_costs_no_other_its_upkeep(
+    redis_url: str,
+    connection: redis.Redis,
+    spoil: Callable[[redis.Redis, str], object],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spoil(connection, in_limbo(connection, "a"))
+    in_limbo(connection, "child")
+    with running(Maintenance(["q"], connector(redis_url)(5.0), 0.02, 10.0)):
+        wait_until(lambda: status(connection, "child") == "queued")
+        enqueue(connection, [request(1)])
+        connection.lrem("rq:queue:q", 0, "child")
+        Leases(connection, "dead", 0.05, 1 << 20).claim(8, [("q", 8)])
+        wait_until(lambda: status(connection, "b-0-1") == "queued")
+    assert any(record.exc_info for record in caplog.records), "it is said"
 
 
 def test_after_an_outage_owners_get_time_to_renew() -> None:
@@ -174,6 +213,20 @@ def test_a_link_swallows_only_what_redis_does(caplog: pytest.LogCaptureFixture) 
     away, back = (record.getMessage() for record in caplog.records)
     assert away.startswith("me: Redis does not serve us (refused)")
     assert back.startswith("me: Redis is back after")
+
+
+def test_a_listener_survives_what_it_hears(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    heard = []
+
+    class Startled(Listener):
+        def turn(self) -> None:
+            heard.append(self.stopped.wait(0.01))
+            if len(heard) == 1:
+                raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    with running(Startled("startled", connector(redis_url)(5.0), print)):
+        wait_until(lambda: len(heard) > 1)
+    assert "startled goes on" in caplog.text
 
 
 def test_threads_end_when_asked(redis_url: str) -> None:

@@ -19,10 +19,11 @@ from service_fakes import Worker, run_burst, worker
 from kernels.rows import Status
 from producer.embedded import EmbeddedRedis
 from producer.errors import LivebatchError, UsageError
-from producer.store import COMMANDS, Serializer, Store, batch_key
-from producer.wire import Request, Result
+from producer.store import COMMANDS, Serializer, Store, batch_key, worker_key
+from producer.wire import Request, Result, Sampling
 from worker.events import Died
 from worker.leases import Leases
+from worker.listeners import Waiter
 from worker.rows import PreparedRow, RowPreparer
 
 pytestmark = pytest.mark.redis
@@ -41,6 +42,17 @@ def test_a_burst_answers_every_row_and_ends(redis_url: str, connection: redis.Re
     assert value["usage"] == {"prompt_tokens": 8, "completion_tokens": 9}
     assert not connection.keys("rq:execution*")
     assert not connection.exists("rq:workers")
+
+
+def test_a_burst_ends_only_when_the_queues_are_empty(
+    redis_url: str, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a claim takes less than there is, and nobody wakes the worker again."""
+    monkeypatch.setattr("worker.leases.CLAIM_BYTES", 1)
+    monkeypatch.setattr(Waiter, "arm", lambda self: None)
+    enqueue(connection, [request(number) for number in range(1, 10)])
+    run_burst(redis_url)
+    assert counts(connection) == {"completed": 9}
 
 
 def test_an_idle_worker_takes_a_new_row_at_once(redis_url: str, connection: redis.Redis) -> None:
@@ -132,6 +144,38 @@ def test_a_refused_row_fails_with_its_reason_and_its_neighbours_run(
     assert "model_not_found" in str(fetch(connection, "b-0-2").latest_result().exc_string)
 
 
+def test_a_rows_own_failure_names_its_line(
+    redis_url: str, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = RowPreparer.prepare
+
+    def broken(self: RowPreparer, row: Request, number: int) -> PreparedRow:
+        assert row.line != 8, "a bug"
+        return prepare(self, row, number)
+
+    monkeypatch.setattr(RowPreparer, "prepare", broken)
+    bad = {
+        2: ("model_not_found", request(2, model="another")),
+        3: ("context_length_exceeded", request(3, sampling=Sampling(max_tokens=10**9))),
+        4: ("invalid_request", request(4, prompt=None, messages=({"role": "user", "content": "x"},))),
+        5: ("invalid_value", request(5, sampling=Sampling(temperature=9.0))),
+        6: ("invalid_request", request(6)),  # spoiled below
+        7: ("timeout", request(7, timeout_s=0.05)),
+        8: ("internal_error", request(8)),
+        9: ("invalid_value", request(9, sampling=Sampling(stop_token_ids=(10**6,)))),
+    }
+    enqueue(connection, [row for _, row in bad.values()])
+    connection.hset("rq:job:b-0-6", "data", b"odd")
+    with worker(redis_url):
+        wait_until(lambda: counts(connection) == {"failed": len(bad)})
+    for job_id, result in log(connection).items():
+        assert result is not None and result.failure is not None
+        line = int(job_id.split("-")[2])
+        assert result.failure.code == bad[line][0]
+        assert result.failure.message.startswith(f"line {line}: ")
+        assert result.failure.message.count("line ") == 1
+
+
 def test_a_row_out_of_time_is_evicted(redis_url: str, connection: redis.Redis) -> None:
     enqueue(connection, [request(1, timeout_s=0.2), request(2, timeout_s=100.0)])
     with worker(redis_url) as made:
@@ -168,8 +212,6 @@ def test_a_batch_that_says_nonsense_does_not_expire(
 
 
 def test_a_stop_string_ends_a_row_and_frees_its_place(redis_url: str, connection: redis.Redis) -> None:
-    from producer.wire import Sampling
-
     enqueue(connection, [request(1, sampling=Sampling(stop=("END",)))])
     with worker(redis_url) as made:
         wait_until(lambda: len(made.engine.rows) == 1)
@@ -471,7 +513,7 @@ def full(connection: redis.Redis) -> Iterator[Callable[[], None]]:
 def test_a_full_redis_is_drained_and_no_row_runs_twice(
     redis_url: str, connection: redis.Redis, full: Callable[[], None]
 ) -> None:
-    """Leases are renewed there, deaths noted, rows taken and ended; only reports have no room."""
+    """Leases are renewed there, deaths noted, rows taken and ended."""
     enqueue(connection, [request(number) for number in range(1, 41)])
     settings = {"lease_seconds": 1.0, "beat_seconds": 0.2, "maintenance_seconds": 0.1}
     with (
@@ -493,6 +535,21 @@ def test_a_full_redis_is_drained_and_no_row_runs_twice(
         wait_until(lambda: counts(connection) == {"completed": 40})
     assert made.service._link.is_away is other.service._link.is_away is False
     assert [len(returned(connection, f"b-0-{number}")) for number in range(1, 41)] == [1] * 40
+
+
+def test_a_full_redis_shows_its_workers(
+    redis_url: str, connection: redis.Redis, full: Callable[[], None]
+) -> None:
+    """Those that report to it, and one that has just come."""
+    with worker(redis_url) as made:
+        wait_until(lambda: len(Store(connection).workers()) == 1)
+        full()
+        connection.delete(worker_key(made.settings.name), f"rq:worker:{made.settings.name}")
+        with worker(redis_url) as other:
+            names = sorted([made.settings.name, other.settings.name])
+            wait_until(lambda: [report.name for report in Store(connection).workers()] == names)
+            seen = RqWorker.all(connection=connection, serializer=Serializer)
+            assert sorted(each.name for each in seen) == names
 
 
 def test_an_idle_worker_of_a_full_redis_finds_rows_that_come_back(

@@ -1,0 +1,34 @@
+"""The composition root: which flag is blamed for what cannot be built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from producer.errors import UsageError
+from worker import compose
+from worker.settings import DUMMY, EngineSettings
+
+
+def failing(error: Exception) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [ValueError("too many"), MemoryError("no room")])
+@pytest.mark.parametrize("part", ["kernels.cpu.BatchedSampler", "worker.engine.Engine"])
+def test_what_the_live_batch_sizes_names_its_flag(
+    monkeypatch: pytest.MonkeyPatch, part: str, error: Exception
+) -> None:
+    monkeypatch.setattr(part, failing(error))
+    with pytest.raises(UsageError, match=f"--max-batch 7 is more than this model takes: {error}"):
+        compose.build_engine(EngineSettings(model=DUMMY, max_batch=7))
+
+
+def test_what_is_wrong_with_the_model_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "build_dummy", failing(ValueError("the file is damaged")))
+    with pytest.raises(ValueError, match=r"^the file is damaged"):
+        compose.build_engine(EngineSettings(model=DUMMY))
