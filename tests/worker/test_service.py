@@ -382,6 +382,22 @@ def test_a_row_that_kills_the_engine_fails_alone(redis_url: str, connection: red
     assert deaths <= 5
 
 
+def test_an_engine_that_dies_of_every_row_ends_the_worker_and_not_the_queue(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    """Each start succeeds. What the third verdict would fail goes back, with its record and all others."""
+    with pytest.raises(LivebatchError, match="completed none"), worker(redis_url) as made:
+        made.engine.send = lambda rows, cancels: made.engine.die() if rows else None  # type: ignore[method-assign]
+        enqueue(connection, [request(number) for number in range(1, 13)])
+        made.thread.join(20)
+    assert counts(connection) == {"failed": 2}
+    assert len(queued(connection)) == 10
+    deaths = [
+        int(connection.hget(f"rq:job:{job_id}", "livebatch_deaths") or 0) for job_id in queued(connection)
+    ]
+    assert max(deaths) >= 2
+
+
 def test_suspects_keep_their_record_across_workers(redis_url: str, connection: redis.Redis) -> None:
     enqueue(connection, [request(1), request(2)])
     connection.hset("rq:job:b-0-1", "livebatch_deaths", 2)
@@ -397,7 +413,7 @@ def test_an_engine_that_cannot_be_built_ends_the_worker_with_its_reason(redis_ur
         made = Worker(redis_url)
         made.engine.on_start = lambda made=made, error=error: made.engine.post(Died("exit code 1", error))
         made.thread.start()
-        with pytest.raises(kind, match=error or "did not start: exit code 1"):
+        with pytest.raises(kind, match=error or "does not start: exit code 1, 3 times"):
             made.join()
         assert made.engine.is_stopped
 
@@ -422,9 +438,9 @@ def test_a_hung_engine_is_killed_and_its_rows_run_again(redis_url: str, connecti
 def test_an_engine_without_rows_may_be_silent(redis_url: str) -> None:
     with worker(redis_url, engine_timeout_seconds=0.1) as made:
         wait_until(lambda: made.service._is_open)
-        made.service._mind_the_engine()
+        made.service._warden.mind(0)
         time.sleep(0.2)
-        made.service._mind_the_engine()
+        made.service._warden.mind(0)
         assert made.engine.starts == 1
 
 
@@ -432,7 +448,7 @@ def test_an_engine_that_does_not_start_again_hands_its_rows_back(
     redis_url: str, connection: redis.Redis
 ) -> None:
     enqueue(connection, [request(1)])
-    with pytest.raises(LivebatchError, match="does not start again: killed"), worker(redis_url) as made:
+    with pytest.raises(LivebatchError, match="does not start: killed"), worker(redis_url) as made:
         wait_until(lambda: len(made.engine.rows) == 1)
         made.engine.on_start = made.engine.die
         made.engine.die()

@@ -1,0 +1,102 @@
+"""The engine as its parent minds it: when it takes rows, when it hangs, when another start is no use.
+
+Owns the engine's starts and what went wrong with it. Must not know Redis, text or processes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from producer.errors import LivebatchError, UsageError
+from worker.events import Died, Outputs, Ready
+from worker.logs import named
+from worker.silence import Silence
+
+if TYPE_CHECKING:
+    from worker.sequence import Row
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 3  # in a row
+MAX_VERDICTS = 3  # rows that killed it with no completed row between them: then it is not the rows
+
+
+class Engine(Protocol):
+    """What the parent needs of the engine's process."""
+
+    def start(self) -> None: ...
+    def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None: ...
+    def kill(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Warden:
+    """Hears all that the engine says. Raises LivebatchError once the engine is past help."""
+
+    def __init__(self, engine: Engine, timeout_seconds: float) -> None:
+        self.is_ready = False  # the engine takes rows
+        self._engine = engine
+        self._timeout_seconds = timeout_seconds
+        self._silence = Silence()
+        self._failed_starts = 0
+        self._verdicts = 0
+
+    def start(self) -> None:
+        """Ready or Died follows."""
+        self._engine.start()
+
+    def stop(self) -> None:
+        """The end; nothing follows."""
+        self._engine.stop()
+
+    def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None:
+        """Rows for an engine that is ready, and ids of those that it shall drop."""
+        self._engine.send(rows, cancels)
+
+    def ready(self, told: Ready) -> None:
+        """It is built."""
+        log.info("engine ready after %.1f s", told.seconds, extra=named("engine_ready", seconds=told.seconds))
+        self.is_ready, self._failed_starts = True, 0
+
+    def heard(self, told: Outputs) -> None:
+        """It lives."""
+        self._silence.broken()
+
+    def died(self, told: Died) -> None:
+        """Starts it once more, unless that is no use."""
+        if not self.is_ready:
+            self._start_failed(told)
+        self.is_ready = False
+        self.start()
+
+    def _start_failed(self, told: Died) -> None:
+        """An engine that says why it cannot be built would say so again; one that was killed may not."""
+        if told.error:
+            raise UsageError(told.error)
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise LivebatchError(
+                f"the engine does not start: {told.how}, {self._failed_starts} times in a row"
+            )
+
+    def condemn(self, job_id: str) -> None:
+        """The row is proved to kill the engine. Raises when every row seems to: then it is not the row."""
+        self._verdicts += 1
+        if self._verdicts >= MAX_VERDICTS:
+            raise LivebatchError(f"the engine died of {self._verdicts} rows, each alone, and completed none")
+        log.error("row %s kills the engine and fails alone", job_id)
+
+    def completed(self) -> None:
+        """A row came to its end: the engine can run rows."""
+        self._verdicts = 0
+
+    def mind(self, num_rows: int) -> None:
+        """To be called every turn: kills an engine that hangs with rows. Died follows."""
+        if not self.is_ready or not num_rows:
+            self._silence.broken()
+        elif (silent := self._silence.grow()) >= self._timeout_seconds:
+            log.error("the engine has rows and has said nothing for %.0f s: it is killed", silent)
+            self._silence.broken()
+            self._engine.kill()
