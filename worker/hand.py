@@ -68,10 +68,6 @@ class Hand:
         return len(self._waiting)
 
     @property
-    def num_in_engine(self) -> int:
-        return len(self._rows) - len(self._waiting)
-
-    @property
     def batches(self) -> set[str]:
         return {held.request.batch_id for held in self._rows.values()}
 

@@ -168,7 +168,7 @@ class Service:
             self._evict(held, held.lateness)
         self._sort()
         self._feed()
-        self._warden.mind(self._hand.num_in_engine)
+        self._warden.mind()
         if self._link.is_due:
             with self._link:
                 self._talk()
@@ -211,7 +211,9 @@ class Service:
 
     @property
     def _room(self) -> int:
-        return self._settings.room - len(self._hand) - len(self._intake) - len(self._desk.endings)
+        """For more rows. One that ended here has left the engine only when the engine says so."""
+        held = len(self._intake) + self._hand.num_waiting + self._warden.owed + len(self._desk.endings)
+        return self._settings.room - held
 
     def _may_claim(self) -> bool:
         """Several rows at a time: one by one, a claim would cost each row a millisecond."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from kernels.rows import Status
 from producer.errors import LivebatchError, UsageError
 from worker.events import Died, Outputs, Ready
 from worker.logs import named
@@ -37,6 +38,7 @@ class Warden:
 
     def __init__(self, engine: Engine, timeout_seconds: float) -> None:
         self.is_ready = False  # the engine takes rows
+        self.owed = 0  # rows that it has and has not ended, those of them included that it was told to drop
         self._engine = engine
         self._timeout_seconds = timeout_seconds
         self._silence = Silence()
@@ -45,6 +47,7 @@ class Warden:
 
     def start(self) -> None:
         """Ready or Died follows."""
+        self.is_ready, self.owed = False, 0
         self._engine.start()
 
     def stop(self) -> None:
@@ -53,6 +56,7 @@ class Warden:
 
     def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None:
         """Rows for an engine that is ready, and ids of those that it shall drop."""
+        self.owed += len(rows)
         self._engine.send(rows, cancels)
 
     def ready(self, told: Ready) -> None:
@@ -61,14 +65,14 @@ class Warden:
         self.is_ready, self._failed_starts = True, 0
 
     def heard(self, told: Outputs) -> None:
-        """It lives."""
+        """It lives, and some of its rows have ended."""
         self._silence.broken()
+        self.owed -= sum(output.status != Status.RUNNING for output in told.outputs)
 
     def died(self, told: Died) -> None:
         """Starts it once more, unless that is no use."""
         if not self.is_ready:
             self._start_failed(told)
-        self.is_ready = False
         self.start()
 
     def _start_failed(self, told: Died) -> None:
@@ -92,9 +96,9 @@ class Warden:
         """A row came to its end: the engine can run rows."""
         self._verdicts = 0
 
-    def mind(self, num_rows: int) -> None:
+    def mind(self) -> None:
         """To be called every turn: kills an engine that hangs with rows. Died follows."""
-        if not self.is_ready or not num_rows:
+        if not self.owed:
             self._silence.broken()
         elif (silent := self._silence.grow()) >= self._timeout_seconds:
             log.error("the engine has rows and has said nothing for %.0f s: it is killed", silent)

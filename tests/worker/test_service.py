@@ -435,12 +435,24 @@ def test_a_hung_engine_is_killed_and_its_rows_run_again(redis_url: str, connecti
         wait_until(lambda: counts(connection) == {"completed": 1})
 
 
+def test_an_engine_that_hangs_costs_the_rows_it_has_their_time_and_not_the_queue(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    """Rows that run out of time leave our hands, but nobody knows that they left the engine."""
+    with worker(redis_url, echo=True, max_batch=4, engine_timeout_seconds=1.0) as made:
+        made.engine.is_hung = True
+        enqueue(connection, [request(number, timeout_s=0.4) for number in range(1, 41)])
+        wait_until(lambda: made.engine.starts == 2)
+        wait_until(lambda: sum(counts(connection).values()) == 40)
+    assert counts(connection) == {"completed": 32, "failed": 8}
+
+
 def test_an_engine_without_rows_may_be_silent(redis_url: str) -> None:
     with worker(redis_url, engine_timeout_seconds=0.1) as made:
         wait_until(lambda: made.service._is_open)
-        made.service._warden.mind(0)
+        made.service._warden.mind()
         time.sleep(0.2)
-        made.service._warden.mind(0)
+        made.service._warden.mind()
         assert made.engine.starts == 1
 
 

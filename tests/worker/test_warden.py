@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from kernels.rows import RowParams, Status
 from producer.errors import LivebatchError
-from worker.events import Died, Ready
+from worker import silence
+from worker.engine import Load
+from worker.events import Died, Outputs, Ready
+from worker.sequence import Output, Row
 from worker.warden import MAX_FAILED_STARTS, MAX_VERDICTS, Warden
 
 
@@ -42,7 +48,59 @@ def warden(engine: CountingEngine) -> Warden:
     return made
 
 
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[Warden, int], None]:
+    """Seconds go by, a turn of the loop in each."""
+    now = silence.time.monotonic()
+    monkeypatch.setattr(silence.time, "monotonic", lambda: now)
+
+    def turns(warden: Warden, seconds: int) -> None:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            warden.mind()
+
+    return turns
+
+
 KILLED = Died("killed by SIGKILL")
+
+
+def rows(*numbers: int) -> list[Row]:
+    return [Row(number, (1,), RowParams(max_tokens=1)) for number in numbers]
+
+
+def outputs(status: Status, *numbers: int) -> Outputs:
+    return Outputs([Output(number, [], status) for number in numbers], Load(0, 0, 0, 0, 0, 0, 0))
+
+
+def test_an_engine_that_says_nothing_of_its_rows_is_killed(
+    warden: Warden, engine: CountingEngine, pass_time: Callable[[Warden, int], None]
+) -> None:
+    pass_time(warden, 100)
+    warden.send(rows(1, 2), [])
+    pass_time(warden, 9)
+    warden.heard(outputs(Status.RUNNING, 1))
+    pass_time(warden, 9)
+    assert (engine.kills, warden.owed) == (0, 2)
+    pass_time(warden, 1)
+    assert engine.kills == 1
+    warden.died(KILLED)
+    assert warden.owed == 0
+
+
+def test_rows_it_shall_drop_are_owed_until_it_says_that_it_did(
+    warden: Warden, engine: CountingEngine, pass_time: Callable[[Warden, int], None]
+) -> None:
+    warden.send(rows(1, 2), [])
+    warden.send([], [1, 2])
+    pass_time(warden, 9)
+    warden.heard(outputs(Status.CANCELLED, 1))
+    pass_time(warden, 9)
+    assert (engine.kills, warden.owed) == (0, 1)
+    warden.heard(outputs(Status.CANCELLED, 2))
+    pass_time(warden, 100)
+    assert (engine.kills, warden.owed) == (0, 0)
 
 
 def test_an_engine_that_ran_is_started_again_without_limit(warden: Warden, engine: CountingEngine) -> None:
