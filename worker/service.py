@@ -379,9 +379,7 @@ class Service:
             len(were_in),
             extra=named("engine_died", how=how, rows=len(were_in)),
         )
-        for held in were_in:
-            self._intake.again(held)
-            self._desk.deaths[held.claim.lease] = held.deaths
+        self._desk.deaths |= {held.claim.lease: held.deaths for held in were_in}
         if guilty is not None:
             self._warden.condemn(guilty.request.job_id)
             self._evict(guilty, LOST)

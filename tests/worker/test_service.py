@@ -20,7 +20,7 @@ from kernels.rows import Status
 from producer.embedded import EmbeddedRedis
 from producer.errors import LivebatchError, UsageError
 from producer.store import COMMANDS, Serializer, Store, batch_key
-from producer.wire import Request, Result
+from producer.wire import Request, Result, Sampling
 from worker.events import Died
 from worker.leases import Leases
 from worker.rows import PreparedRow, RowPreparer
@@ -168,8 +168,6 @@ def test_a_batch_that_says_nonsense_does_not_expire(
 
 
 def test_a_stop_string_ends_a_row_and_frees_its_place(redis_url: str, connection: redis.Redis) -> None:
-    from producer.wire import Sampling
-
     enqueue(connection, [request(1, sampling=Sampling(stop=("END",)))])
     with worker(redis_url) as made:
         wait_until(lambda: len(made.engine.rows) == 1)
@@ -355,6 +353,29 @@ def test_rows_of_a_dead_engine_run_again(redis_url: str, connection: redis.Redis
         made.engine.end(*list(made.engine.rows))
         wait_until(lambda: counts(connection) == {"completed": 3})
         assert connection.hget("rq:job:b-0-1", "livebatch_deaths") == b"1"
+
+
+def test_rows_that_run_again_start_at_their_beginning_and_are_not_tokenised_again(
+    redis_url: str, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, prepared = RowPreparer.prepare, []
+
+    def counting(self: RowPreparer, row: Request, number: int) -> PreparedRow:
+        prepared.append(row.line)
+        return prepare(self, row, number)
+
+    monkeypatch.setattr(RowPreparer, "prepare", counting)
+    enqueue(connection, [request(1, sampling=Sampling(stop=("END",))), request(2)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 2)
+        made.engine.say(made.engine.number("prompt 1"), "of the first run E")
+        made.engine.die()
+        wait_until(lambda: made.engine.starts == 2 and len(made.engine.rows) == 2)
+        made.engine.say(made.engine.number("prompt 1"), "ND of the second")
+        made.engine.say(made.engine.number("prompt 1"), " END")
+        wait_until(lambda: status(connection, "b-0-1") == "finished")
+    assert returned(connection, "b-0-1")[0]["choices"][0]["text"] == "ND of the second "
+    assert sorted(prepared) == [1, 2]
 
 
 def test_a_row_that_kills_the_engine_fails_alone(redis_url: str, connection: redis.Redis) -> None:
