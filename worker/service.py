@@ -194,14 +194,14 @@ class Service:
         return moment if self._stop_at is None else min(moment, self._stop_at)
 
     def _talk(self) -> None:
-        """Everything this turn has to say to Redis."""
+        """Everything this turn has to say to Redis; the leases first, whatever else goes wrong."""
         now = time.monotonic()
+        if now >= self._beat_at:
+            self._beat()
         self._desk.note_deaths()
         if self._desk.endings and now >= self._flush_at:
             self._desk.flush()
             self._flush_at = now + FLUSH_SECONDS
-        if now >= self._beat_at:
-            self._beat()
         if now >= self._report_at:
             self._report()
         if self._may_claim():

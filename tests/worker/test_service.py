@@ -544,6 +544,43 @@ def test_a_full_redis_is_drained_and_no_row_runs_twice(
     assert [len(returned(connection, f"b-0-{number}")) for number in range(1, 41)] == [1] * 40
 
 
+def test_a_row_that_others_wait_for_holds_up_no_row_of_a_full_redis(
+    redis_url: str, connection: redis.Redis, full: Callable[[], None]
+) -> None:
+    """There is no room for those others. The row keeps its lease and its result until there is."""
+    enqueue(connection, [request(number) for number in range(1, 21)])
+    settings = {"lease_seconds": 1.0, "beat_seconds": 0.2, "maintenance_seconds": 0.1}
+    with worker(redis_url, max_batch=4, **settings) as made:
+        wait_until(lambda: len(made.engine.rows) == 8)
+        line = Queue("other", connection=connection, serializer=Serializer)
+        line.enqueue("some.function", depends_on=fetch(connection, "b-0-2"), job_id="child")
+        full()
+        made.engine.echo = True
+        made.engine.end(*list(made.engine.rows))
+        wait_until(lambda: counts(connection) == {"completed": 19})
+        time.sleep(1.5)  # past the lease
+        assert (status(connection, "b-0-2"), line.job_ids) == ("started", [])
+        connection.config_set("maxmemory", 0)
+        wait_until(lambda: counts(connection) == {"completed": 20})
+        wait_until(lambda: line.job_ids == ["child"])
+        assert made.service._intake._number == 20, "no row was taken twice"
+    assert len(returned(connection, "b-0-2")) == 1
+
+
+def test_rows_that_wait_for_room_are_handed_back_at_the_end(
+    redis_url: str, connection: redis.Redis, full: Callable[[], None]
+) -> None:
+    enqueue(connection, [request(1), request(2)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 2)
+        line = Queue("other", connection=connection, serializer=Serializer)
+        line.enqueue("some.function", depends_on=fetch(connection, "b-0-1"), job_id="child")
+        full()
+        made.engine.end(made.engine.number("prompt 1"))
+        wait_until(lambda: len(made.service._desk.endings) == 1)
+    assert queued(connection) == ["b-0-1", "b-0-2"]
+
+
 def test_an_idle_worker_of_a_full_redis_finds_rows_that_come_back(
     redis_url: str, connection: redis.Redis, full: Callable[[], None]
 ) -> None:
