@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+PROGRESS = (10, 12, 14, 15)  # of proc(5): minor and major page faults, time as user and in the kernel
 STOP_SECONDS = 3.0
 # Outputs of so long travel together: each message costs the parent a turn of its loop, with cold caches.
 SEND_SECONDS = 0.01
@@ -82,6 +84,14 @@ class EngineProcess:
         """Add rows to the engine's queue and end others. Returns at once."""
         if rows or cancels:
             self._outbox.put((rows, cancels))
+
+    def progress(self) -> tuple[str, ...] | None:
+        """Changes while the process does anything, computing or reading. None: there is no telling."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return tuple(fields[number - 3] for number in PROGRESS)
 
     def kill(self) -> None:
         """SIGKILL, for an engine that hangs. Died follows."""

@@ -116,6 +116,7 @@ class Service:
         while not self._warden.is_ready and self._stop_at is None:
             with suppress(Empty):
                 self._handle(self._inbox.get(timeout=LOOK_SECONDS))
+            self._warden.mind()
         return self._stop_at is None
 
     def _open(self) -> None:

@@ -29,6 +29,7 @@ class Engine(Protocol):
 
     def start(self) -> None: ...
     def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None: ...
+    def progress(self) -> object: ...  # changes while the process does anything; None: there is no telling
     def kill(self) -> None: ...
     def stop(self) -> None: ...
 
@@ -42,12 +43,14 @@ class Warden:
         self._engine = engine
         self._timeout_seconds = timeout_seconds
         self._silence = Silence()
+        self._progress: object = None
         self._failed_starts = 0
         self._verdicts = 0
 
     def start(self) -> None:
         """Ready or Died follows."""
         self.is_ready, self.owed = False, 0
+        self._silence.broken()
         self._engine.start()
 
     def stop(self) -> None:
@@ -97,10 +100,17 @@ class Warden:
         self._verdicts = 0
 
     def mind(self) -> None:
-        """To be called every turn: kills an engine that hangs with rows. Died follows."""
-        if not self.owed:
+        """To be called every turn: kills an engine that hangs. Died follows."""
+        is_well = not self.owed if self.is_ready else self._has_moved()
+        if is_well:
             self._silence.broken()
         elif (silent := self._silence.grow()) >= self._timeout_seconds:
-            log.error("the engine has rows and has said nothing for %.0f s: it is killed", silent)
+            what = "has rows and has said" if self.is_ready else "is being built and has done"
+            log.error("the engine %s nothing for %.0f s: it is killed", what, silent)
             self._silence.broken()
             self._engine.kill()
+
+    def _has_moved(self) -> bool:
+        """Whether the process did anything since the last turn. While it is being built it says nothing."""
+        before, self._progress = self._progress, self._engine.progress()
+        return self._progress not in (None, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ EOS = 257
 class FakeEngine:
     """Holds rows until the test ends them; with ``echo`` ends each at once, its answer its prompt.
 
-    ``is_hung``: it takes rows and cancels and says nothing, until it is started again.
+    ``is_hung``: it takes rows and cancels, does and says nothing, until it is started again.
     """
 
     def __init__(self, post: Post, echo: bool = False) -> None:
@@ -55,6 +56,9 @@ class FakeEngine:
             self.end(*gone, status=Status.CANCELLED)
         if self.echo and rows:
             self.end(*list(self.rows))
+
+    def progress(self) -> object:
+        return None if self.is_hung else time.monotonic()
 
     def kill(self) -> None:
         self.die()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -113,6 +114,21 @@ def test_sending_never_waits_for_the_engine(process: Process) -> None:
     assert len(process.ended(200)) == 200
 
 
+def test_whether_it_does_anything_can_be_seen(process: Process) -> None:
+    assert process.engine.pid is not None
+    os.kill(process.engine.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: state(process.engine.pid) == "T")
+        seen = process.engine.progress()
+        process.engine.send([row(8, "x" * 1000, max_tokens=1000)], [])
+        time.sleep(0.1)
+        assert seen == process.engine.progress() is not None
+    finally:
+        os.kill(process.engine.pid, signal.SIGCONT)
+    assert len(process.ended(1)) == 1
+    assert seen != process.engine.progress()
+
+
 def test_signals_for_the_group_are_the_parents_business(process: Process) -> None:
     assert process.engine.pid is not None
     os.kill(process.engine.pid, signal.SIGTERM)
@@ -180,9 +196,14 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     wait_until(lambda: not is_alive(child))
 
 
+def state(pid: int | None) -> str:
+    """As ps shows it; "" for no process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
 def is_alive(pid: int) -> bool:
     """A zombie that nobody has reaped yet is dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return state(pid) not in ("", "Z")

@@ -468,6 +468,32 @@ def test_an_engine_that_hangs_costs_the_rows_it_has_their_time_and_not_the_queue
     assert counts(connection) == {"completed": 32, "failed": 8}
 
 
+def test_an_engine_that_hangs_while_it_is_built_is_killed_and_started_again(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    """The first one, and one that is to replace a dead one: its rows shall not wait for ever."""
+    made = Worker(redis_url, engine_timeout_seconds=0.3)
+
+    def start() -> None:
+        made.engine.is_hung = made.engine.starts in (1, 3)
+        if not made.engine.is_hung:
+            made.engine.ready()
+
+    made.engine.on_start = start
+    enqueue(connection, [request(1)])
+    made.thread.start()
+    try:
+        wait_until(lambda: made.engine.starts == 2 and len(made.engine.rows) == 1)
+        made.engine.die()
+        wait_until(lambda: made.engine.starts == 4 and len(made.engine.rows) == 1)
+        made.engine.end(*list(made.engine.rows))
+        wait_until(lambda: counts(connection) == {"completed": 1})
+    finally:
+        made.stop()
+        made.stop()
+        made.join()
+
+
 def test_an_engine_without_rows_may_be_silent(redis_url: str) -> None:
     with worker(redis_url, engine_timeout_seconds=0.1) as made:
         wait_until(lambda: made.service._is_open)

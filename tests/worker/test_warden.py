@@ -16,16 +16,20 @@ from worker.warden import MAX_FAILED_STARTS, MAX_VERDICTS, Warden
 
 
 class CountingEngine:
-    """``starts`` and ``kills``; everything else is nothing to it."""
+    """``starts`` and ``kills``; everything else is nothing to it. ``work``: what it has done so far."""
 
     def __init__(self) -> None:
         self.starts = self.kills = 0
+        self.work: int | None = 0
 
     def start(self) -> None:
         self.starts += 1
 
     def send(self, rows: object, cancels: object) -> None:
         pass
+
+    def progress(self) -> object:
+        return self.work
 
     def kill(self) -> None:
         self.kills += 1
@@ -131,3 +135,18 @@ def test_rows_are_guilty_until_all_of_them_are(warden: Warden) -> None:
         warden.condemn("b-0-1")
     with pytest.raises(LivebatchError, match="completed none"):
         warden.condemn("b-0-1")
+
+
+@pytest.mark.parametrize("told", [99, None])
+def test_an_engine_that_is_being_built_may_be_silent_as_long_as_it_works(
+    warden: Warden, engine: CountingEngine, pass_time: Callable[[Warden, int], None], told: int | None
+) -> None:
+    warden.died(KILLED)
+    for second in range(100):
+        engine.work = second
+        pass_time(warden, 1)
+    engine.work = told
+    pass_time(warden, 9)
+    assert engine.kills == 0
+    pass_time(warden, 1)
+    assert engine.kills == 1
