@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.process import _children as active  # type: ignore[attr-defined]
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -100,9 +101,12 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the engine; no event follows. It leaves when it sees the pipe closed, or is killed."""
-        if self._process is not None:
+        if (process := self._process) is not None:
             self._process = None
             self._hang_up()
+            if process.is_alive():
+                log.error("the engine's process %s does not end: it is left behind", process.pid)
+                active.discard(process)  # or Python would wait for it at its own end
 
     def _drain(self, pipe: Connection, process: SpawnProcess, outbox: SimpleQueue[Orders | None]) -> None:
         error: str | None = None
@@ -117,9 +121,11 @@ class EngineProcess:
             pass
         outbox.put(None)
         process.join(STOP_SECONDS)  # here and nowhere else: a process can be waited for once
-        if process.exitcode is None:
+        while process.exitcode is None:
             process.kill()
-            process.join()
+            process.join(STOP_SECONDS)
+            if self._process is not process:
+                return  # nobody is told, so nobody need wait for what SIGKILL does not end
         if self._process is process:
             self._post(Died(_describe(process.exitcode), error))
 
@@ -136,7 +142,7 @@ def _hang_up(pipe: Connection, reader: threading.Thread) -> None:
     """Shut a pipe down under its reader, which then sees the engine off."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
-    reader.join()
+    reader.join(3 * STOP_SECONDS)
 
 
 def _describe(exit_code: int | None) -> str:

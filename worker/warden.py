@@ -44,12 +44,13 @@ class Warden:
         self._timeout_seconds = timeout_seconds
         self._silence = Silence()
         self._progress: object = None
+        self._is_killed = False
         self._failed_starts = 0
         self._verdicts = 0
 
     def start(self) -> None:
         """Ready or Died follows."""
-        self.is_ready, self.owed = False, 0
+        self.is_ready, self.owed, self._is_killed = False, 0, False
         self._silence.broken()
         self._engine.start()
 
@@ -100,15 +101,21 @@ class Warden:
         self._verdicts = 0
 
     def mind(self) -> None:
-        """To be called every turn: kills an engine that hangs. Died follows."""
+        """To be called every turn: kills an engine that hangs. Died follows; if not, this raises."""
         is_well = not self.owed if self.is_ready else self._has_moved()
         if is_well:
             self._silence.broken()
         elif (silent := self._silence.grow()) >= self._timeout_seconds:
-            what = "has rows and has said" if self.is_ready else "is being built and has done"
-            log.error("the engine %s nothing for %.0f s: it is killed", what, silent)
-            self._silence.broken()
-            self._engine.kill()
+            self._kill(silent)
+
+    def _kill(self, silent: float) -> None:
+        if self._is_killed:  # a call into a driver may never return, and until then nothing ends its process
+            raise LivebatchError(f"the engine hangs, and is still there {silent:.0f} s after SIGKILL")
+        what = "has rows and has said" if self.is_ready else "is being built and has done"
+        log.error("the engine %s nothing for %.0f s: it is killed", what, silent)
+        self._is_killed = True
+        self._silence.broken()
+        self._engine.kill()
 
     def _has_moved(self) -> bool:
         """Whether the process did anything since the last turn. While it is being built it says nothing."""

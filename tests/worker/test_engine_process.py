@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import pytest
 from rq_rows import wait_until
 
 from kernels.rows import RowParams, Status
+from worker import engine_process
 from worker.engine import Load
 from worker.engine_process import BUSY_SEND_SECONDS, SEND_SECONDS, EngineProcess, patience
 from worker.events import Died, Event, Outputs, Ready
@@ -150,6 +153,24 @@ def test_a_killed_engine_says_so_and_starts_again() -> None:
     process.engine.stop()
     process.engine.stop()  # twice is harmless
     assert process.events.empty(), "a wanted end is no event"
+
+
+def test_one_that_nothing_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a system call that does not return: here it is stopped, and SIGKILL does nothing."""
+    monkeypatch.setattr(engine_process, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(SpawnProcess, "kill", lambda self: None)
+    process = Process()
+    assert isinstance(process.event(), Ready)
+    pid = process.engine.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    process.engine.stop()
+    assert time.monotonic() - begun < 5
+    assert is_alive(pid)
+    assert pid not in [child.pid for child in multiprocessing.active_children()]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:

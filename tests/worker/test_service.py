@@ -494,6 +494,20 @@ def test_an_engine_that_hangs_while_it_is_built_is_killed_and_started_again(
         made.join()
 
 
+def test_rows_of_an_engine_that_not_even_sigkill_ends_go_back(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    enqueue(connection, [request(1)])
+    with (
+        pytest.raises(LivebatchError, match="after SIGKILL"),
+        worker(redis_url, engine_timeout_seconds=0.2) as made,
+    ):
+        made.engine.kill = lambda: None  # type: ignore[method-assign]
+        made.thread.join(20)
+    assert made.engine.is_stopped
+    assert queued(connection) == ["b-0-1"]
+
+
 def test_an_engine_without_rows_may_be_silent(redis_url: str) -> None:
     with worker(redis_url, engine_timeout_seconds=0.1) as made:
         wait_until(lambda: made.service._is_open)

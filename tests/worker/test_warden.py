@@ -93,6 +93,16 @@ def test_an_engine_that_says_nothing_of_its_rows_is_killed(
     assert warden.owed == 0
 
 
+def test_an_engine_that_not_even_sigkill_ends_is_past_help(
+    warden: Warden, engine: CountingEngine, pass_time: Callable[[Warden, int], None]
+) -> None:
+    warden.send(rows(1), [])
+    pass_time(warden, 19)
+    with pytest.raises(LivebatchError, match="still there 10 s after SIGKILL"):
+        pass_time(warden, 1)
+    assert engine.kills == 1
+
+
 def test_rows_it_shall_drop_are_owed_until_it_says_that_it_did(
     warden: Warden, engine: CountingEngine, pass_time: Callable[[Warden, int], None]
 ) -> None:
