@@ -109,11 +109,11 @@ class EngineProcess:
                 active.discard(process)  # or Python would wait for it at its own end
 
     def _drain(self, pipe: Connection, process: SpawnProcess, outbox: SimpleQueue[Orders | None]) -> None:
-        error: str | None = None
+        error: LivebatchError | None = None
         try:
             while True:
                 message = pipe.recv()
-                if isinstance(message, str):
+                if isinstance(message, LivebatchError):
                     error = message
                 else:
                     self._post(message)
@@ -163,7 +163,7 @@ def main(settings: EngineSettings, pipe: Connection, parent: int) -> None:
         pipe.send(Ready(time.monotonic() - begun))
         serve(engine, pipe)
     except LivebatchError as error:
-        pipe.send(str(error))
+        pipe.send(error)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the parent is gone, and with it whoever wanted the rows
 

@@ -373,7 +373,7 @@ class Service:
         self._meter.restart()
         self._metrics.engine_died()
         were_in, guilty = self._hand.engine_died()
-        how = died.error or died.how
+        how = str(died.error or died.how)
         log.error(
             "the engine died (%s) with %d rows; they run again",
             how,

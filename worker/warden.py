@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kernels.rows import Status
-from producer.errors import LivebatchError, UsageError
+from producer.errors import LivebatchError
 from worker.events import Died, Outputs, Ready
 from worker.logs import named
 from worker.silence import Silence
@@ -82,7 +82,7 @@ class Warden:
     def _start_failed(self, told: Died) -> None:
         """An engine that says why it cannot be built would say so again; one that was killed may not."""
         if told.error:
-            raise UsageError(told.error)
+            raise told.error
         self._failed_starts += 1
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise LivebatchError(

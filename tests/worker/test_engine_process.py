@@ -20,6 +20,7 @@ import pytest
 from rq_rows import wait_until
 
 from kernels.rows import RowParams, Status
+from producer.errors import UsageError
 from worker import engine_process
 from worker.engine import Load
 from worker.engine_process import BUSY_SEND_SECONDS, SEND_SECONDS, EngineProcess, patience
@@ -177,7 +178,7 @@ def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
     process = Process(EngineSettings(model=str(tmp_path / "none")))
     event = process.event()
     assert isinstance(event, Died)
-    assert event.error is not None and "none" in event.error
+    assert isinstance(event.error, UsageError) and "none" in str(event.error)
     process.engine.stop()
 
 

@@ -430,13 +430,18 @@ def test_suspects_keep_their_record_across_workers(redis_url: str, connection: r
 
 
 def test_an_engine_that_cannot_be_built_ends_the_worker_with_its_reason(redis_url: str) -> None:
-    for error, kind in (("genai_config.json is missing", UsageError), (None, LivebatchError)):
+    for error, starts in (
+        (UsageError("genai_config.json is missing"), 1),
+        (LivebatchError("weights are not what they were"), 1),
+        (None, 3),
+    ):
         made = Worker(redis_url)
         made.engine.on_start = lambda made=made, error=error: made.engine.post(Died("exit code 1", error))
         made.thread.start()
-        with pytest.raises(kind, match=error or "does not start: exit code 1, 3 times"):
+        with pytest.raises(LivebatchError) as raised:
             made.join()
-        assert made.engine.is_stopped
+        assert raised.value is error or "does not start: exit code 1, 3 times" in str(raised.value)
+        assert (made.engine.starts, made.engine.is_stopped) == (starts, True)
 
 
 def test_an_engine_killed_while_it_first_starts_is_started_again(redis_url: str) -> None:

@@ -136,6 +136,17 @@ def test_one_that_does_not_start_is_tried_a_few_times_in_a_row(warden: Warden) -
         warden.died(KILLED)
 
 
+def test_one_that_says_why_it_cannot_be_built_is_not_tried_again(
+    warden: Warden, engine: CountingEngine
+) -> None:
+    error = LivebatchError("the model cannot run")
+    warden.died(Died("exit code 0", error))  # in its work: that is a death like any other
+    with pytest.raises(LivebatchError) as raised:
+        warden.died(Died("exit code 0", error))
+    assert raised.value is error
+    assert engine.starts == 2
+
+
 def test_rows_are_guilty_until_all_of_them_are(warden: Warden) -> None:
     for _ in range(5):
         for _ in range(MAX_VERDICTS - 1):
