@@ -50,11 +50,6 @@ class Desk:
         self.endings: list[Ending] = []
         self.deaths: dict[Lease, int] = {}  # engine deaths to note in the jobs
 
-    def open(self) -> None:
-        """Appear among RQ's workers."""
-        with suppress(OutOfMemoryError):  # to be listed is not worth a row
-            self._entry.register_birth()  # type: ignore[no-untyped-call]
-
     def close(self, held: Sequence[Lease]) -> int:
         """Write what waits, give back the other rows, leave RQ's workers. Returns the rows given back."""
         self.flush()

@@ -120,7 +120,6 @@ class Service:
         return self._stop_at is None
 
     def _open(self) -> None:
-        self._desk.open()
         self._is_open = True
         for thread in self._threads:
             thread.start()

@@ -555,6 +555,31 @@ def test_results_outlive_an_outage(caplog: pytest.LogCaptureFixture) -> None:
     assert len([line for line in said if line.startswith("worker: Redis is back")]) == 1
 
 
+def test_a_redis_that_is_away_when_the_engine_is_ready_is_waited_for() -> None:
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as connection:
+        enqueue(connection, [request(number) for number in (1, 2, 3)])
+        made = Worker(server.url, echo=True)
+
+        def start() -> None:
+            server.kill()
+            made.engine.ready()
+
+        made.engine.on_start = start
+        made.thread.start()
+        try:
+            wait_until(lambda: made.service._link.is_away or made.error is not None)
+            server.start()
+            wait_until(lambda: counts(connection) == {"completed": 3})
+            wait_until(lambda: len(RqWorker.all(connection=connection, serializer=Serializer)) == 1)
+            (seen,) = RqWorker.all(connection=connection, serializer=Serializer)
+            assert (seen.name, seen.queue_names()) == (made.settings.name, ["q"])
+            assert seen.birth_date is not None
+        finally:
+            made.stop()
+            made.stop()
+            made.join()
+
+
 @pytest.fixture
 def full(connection: redis.Redis) -> Iterator[Callable[[], None]]:
     """Call it, and Redis is above its maxmemory, until the test ends."""
