@@ -51,16 +51,11 @@ class Desk:
         self.endings: list[Ending] = []
         self.deaths: dict[Lease, int] = {}  # engine deaths to note in the jobs
 
-    def open(self) -> None:
-        """Appear among RQ's workers."""
-        with suppress(OutOfMemoryError):  # the first report says the same
-            self._entry.register_birth()  # type: ignore[no-untyped-call]
-
     def close(self, held: Sequence[Lease]) -> int:
-        """Write what waits, give back the rows in hand, leave RQ's workers. Returns the rows given back."""
+        """Write what waits, give back the other rows, leave RQ's workers. Returns the rows given back."""
         self.flush()
         self.note_deaths()
-        returned = self._leases.hand_back(held)
+        returned = self._leases.hand_back([*(end.lease for end in self.endings), *held])
         with suppress(OutOfMemoryError):
             self._entry.register_death()  # type: ignore[no-untyped-call]
         self._store.forget_worker(self._settings.name)
@@ -83,13 +78,14 @@ class Desk:
         return self._store.is_cancelled(known) if known else set()
 
     def flush(self) -> None:
-        """Write all endings. What is written is forgotten here; on an error the rest stays."""
-        while self.endings:
-            chunk = self.endings[:MAX_ROWS]
-            written = self._finisher.write(chunk)
-            del self.endings[: len(chunk)]
-            if written < len(chunk):
-                log.warning("%d results dropped: others had ended or taken their rows", len(chunk) - written)
+        """Write all endings and forget them. What Redis has no room for stays; on an error, the rest too."""
+        kept = 0
+        while chunk := self.endings[kept : kept + MAX_ROWS]:
+            ours, later = self._finisher.write(chunk)
+            self.endings[kept : kept + len(chunk)] = later
+            kept += len(later)
+            if dropped := len(chunk) - ours - len(later):
+                log.warning("%d results dropped: others had ended or taken their rows", dropped)
 
     def renew(self, held: Sequence[Lease]) -> list[Lease]:
         """Prolong the leases of rows in hand and of unwritten endings. Returns the lost ones."""

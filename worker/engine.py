@@ -20,7 +20,7 @@ from worker.batch import pack
 from worker.bisection import Bisection
 from worker.blocks import BlockPool
 from worker.live import LiveBatch
-from worker.protocols import Model, Pending, Sampler
+from worker.protocols import Logits, Model, Pending, Sampler
 from worker.scheduler import Policy, Scheduler
 from worker.sequence import Output, Row, Step
 
@@ -159,16 +159,23 @@ class Engine:
 
     def _launch(self, step: Step) -> None:
         try:
-            try:
-                logits = self._model.run(pack(step, self._live))
-            finally:  # while the device is at it; also if it fails, for the plan stands
-                self._seat(step)
+            logits = self._run(step)
+            self._seat(step)  # while the device is at it
             pending = self._sampler.enqueue(logits, step.slots[step.samples].astype(np.int32))
         except Exception as error:
             self._recover(step, error)
         else:
             self._scheduler.launch(step)
             self._flights.append(Flight(step, pending))
+
+    def _run(self, step: Step) -> Logits:
+        """The step's logits. If it fails its rows are seated all the same, for the plan stands."""
+        try:
+            return self._model.run(pack(step, self._live))
+        except Exception:  # after a SystemExit there is no device to seat them on
+            with suppress(SeatError):  # who is refused now will be refused again
+                self._seat(step)
+            raise
 
     def _land(self, remaining: int) -> None:
         """Waits for steps under way, the first launched first, until ``remaining`` are left."""

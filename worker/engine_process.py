@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.process import _children as active  # type: ignore[attr-defined]
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+PROGRESS = (10, 12, 14, 15)  # of proc(5): minor and major page faults, time as user and in the kernel
 STOP_SECONDS = 3.0
 # Outputs of so long travel together: each message costs the parent a turn of its loop, with cold caches.
 SEND_SECONDS = 0.01
@@ -83,6 +86,14 @@ class EngineProcess:
         if rows or cancels:
             self._outbox.put((rows, cancels))
 
+    def progress(self) -> tuple[str, ...] | None:
+        """Changes while the process does anything, computing or reading. None: there is no telling."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return tuple(fields[number - 3] for number in PROGRESS)
+
     def kill(self) -> None:
         """SIGKILL, for an engine that hangs. Died follows."""
         if self._process is not None:
@@ -90,16 +101,19 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the engine; no event follows. It leaves when it sees the pipe closed, or is killed."""
-        if self._process is not None:
+        if (process := self._process) is not None:
             self._process = None
             self._hang_up()
+            if process.is_alive():
+                log.error("the engine's process %s does not end: it is left behind", process.pid)
+                active.discard(process)  # or Python would wait for it at its own end
 
     def _drain(self, pipe: Connection, process: SpawnProcess, outbox: SimpleQueue[Orders | None]) -> None:
-        error: str | None = None
+        error: LivebatchError | None = None
         try:
             while True:
                 message = pipe.recv()
-                if isinstance(message, str):
+                if isinstance(message, LivebatchError):
                     error = message
                 else:
                     self._post(message)
@@ -107,9 +121,11 @@ class EngineProcess:
             pass
         outbox.put(None)
         process.join(STOP_SECONDS)  # here and nowhere else: a process can be waited for once
-        if process.exitcode is None:
+        while process.exitcode is None:
             process.kill()
-            process.join()
+            process.join(STOP_SECONDS)
+            if self._process is not process:
+                return  # nobody is told, so nobody need wait for what SIGKILL does not end
         if self._process is process:
             self._post(Died(_describe(process.exitcode), error))
 
@@ -126,7 +142,7 @@ def _hang_up(pipe: Connection, reader: threading.Thread) -> None:
     """Shut a pipe down under its reader, which then sees the engine off."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
-    reader.join()
+    reader.join(3 * STOP_SECONDS)
 
 
 def _describe(exit_code: int | None) -> str:
@@ -147,7 +163,7 @@ def main(settings: EngineSettings, pipe: Connection, parent: int) -> None:
         pipe.send(Ready(time.monotonic() - begun))
         serve(engine, pipe)
     except LivebatchError as error:
-        pipe.send(str(error))
+        pipe.send(error)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the parent is gone, and with it whoever wanted the rows
 

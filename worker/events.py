@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from producer.errors import LivebatchError
 from worker.engine import Load
 from worker.sequence import Output
 
@@ -30,10 +31,10 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The engine's process is gone. ``error``: its own last words when it could not be built, else None."""
+    """The engine's process is gone. ``error``: what it raised when it could not be built, else None."""
 
     how: str
-    error: str | None = None
+    error: LivebatchError | None = None
 
 
 @dataclass(frozen=True, slots=True)

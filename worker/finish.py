@@ -11,7 +11,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from redis.exceptions import RedisError, ResponseError, WatchError
 from rq.defaults import RQ_KEY_PREFIX
@@ -26,6 +26,7 @@ from producer.wire import Failure, Result, Usage
 from worker import scripts
 from worker.claims import failed
 from worker.leases import Claim, Lease
+from worker.link import Link
 from worker.rq_classes import SafeJob, safe_queue
 
 if TYPE_CHECKING:
@@ -96,19 +97,35 @@ def ending(claim: Claim, result: Result) -> Ending:
     return Ending(claim.lease, result, encoded, keep_seconds)
 
 
+class Written(NamedTuple):
+    """What became of endings. ``ours``: how many were still ours; ``later``: to be written another time."""
+
+    ours: int
+    later: list[Ending]
+
+
 class Finisher:
     """Writes endings. Raises redis-py's errors when Redis is away; writing them again then is harmless."""
 
     def __init__(self, connection: Redis, worker_name: str) -> None:
         self._connection = connection
+        self._link = Link("rows that other jobs wait for")
         self._worker_name = worker_name
         self._end = connection.register_script(scripts.END)
 
-    def write(self, endings: Sequence[Ending]) -> int:
-        """End these rows, at most MAX_ROWS. Returns how many were still ours; the others stay as they are."""
+    def write(self, endings: Sequence[Ending]) -> Written:
+        """End these rows, at most MAX_ROWS. Those that were not ours any more stay as they are.
+
+        A full Redis still ends rows, but has no room for the jobs that may run then: these rows come later.
+        """
         states: list[int] = self._end(args=self._arguments("free", endings))
-        awaited = [end for end, state in zip(endings, states, strict=True) if state == AWAITED]
-        return states.count(ENDED) + sum(map(self._release, awaited))
+        ours = states.count(ENDED)
+        later = [end for end, state in zip(endings, states, strict=True) if state == AWAITED]
+        while later and self._link.is_due:
+            with self._link:
+                ours += self._release(later[0])
+                later.pop(0)
+        return Written(ours, later)
 
     def _release(self, end: Ending) -> int:
         """End a row that other RQ jobs depend on. Anybody may have written those: they hold up no row."""

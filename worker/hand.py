@@ -68,10 +68,6 @@ class Hand:
         return len(self._waiting)
 
     @property
-    def num_in_engine(self) -> int:
-        return len(self._rows) - len(self._waiting)
-
-    @property
     def batches(self) -> set[str]:
         return {held.request.batch_id for held in self._rows.values()}
 
@@ -121,6 +117,7 @@ class Hand:
         """(rows that were in the engine, the one of them that is proved guilty). All of them wait again."""
         were_in = [held for held in self._rows.values() if held.in_engine]
         for held in were_in:
+            held.prepared = held.prepared.again()
             held.in_engine = False
             held.deaths += 1
         guilty = self._quarantine.died([held.number for held in were_in], [held.deaths for held in were_in])

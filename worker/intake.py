@@ -75,10 +75,6 @@ class Intake:
             self._cancelled.clear()
         return found
 
-    def again(self, row: Held) -> None:
-        """The row starts from the beginning: what it had said is forgotten."""
-        row.prepared = self._preparer.prepare(row.request, row.number)
-
     def _look(self, claim: Claim) -> Held | Result:
         try:
             return self._row(claim)

@@ -185,6 +185,10 @@ class PreparedRow:
         self._scanner = StopScanner(sampling.stop, self._include_stop) if sampling.stop else None
         self._stop: str | None = None  # the stop string that ended the row
 
+    def again(self) -> PreparedRow:
+        """The same row at its beginning, for another engine: what it had said is forgotten."""
+        return PreparedRow(self.row, self.request, self._model, self._tokenizer)
+
     def feed(self, output: Output) -> bool:
         """Takes the row's new tokens. True, once: a stop string is complete and the engine may drop the row.
 

@@ -60,6 +60,7 @@ class Entry(BaseWorker):
             serializer=Serializer,
             worker_ttl=WORKER_TTL_SECONDS,
         )
+        self.birth_date = utc_now()
 
     def _set_connection(self, connection: Redis) -> Redis:
         """RQ would lengthen our timeouts to minutes for a blocking pop that this class never does."""

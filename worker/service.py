@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rq.worker.base import WorkerStatus
 
 from kernels.rows import Status
-from producer.errors import LivebatchError, StoreError, UsageError
+from producer.errors import StoreError
 from producer.wire import Failure, Result
 from worker.desk import Connect, Desk
 from worker.diary import Diary
@@ -32,10 +33,10 @@ from worker.meter import Meter
 from worker.metrics import Metrics, Unmeasured
 from worker.rows import RowPreparer
 from worker.settings import Settings
-from worker.silence import Silence
+from worker.warden import Engine, Warden
 
 if TYPE_CHECKING:
-    from worker.sequence import Output, Row
+    from worker.sequence import Output
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +45,9 @@ log = logging.getLogger(__name__)
 FLUSH_SECONDS = 0.04
 SORT_SECONDS = 0.05  # of checking and tokenising, before leases, results and signals are looked at again
 REPORT_SECONDS = 1.0
-MAX_FAILED_STARTS = 3  # in a row
+LOOK_SECONDS = 1.0  # between two looks at an engine that is being built
 
 LOST = Failure.of("worker_lost", "the engine died whenever this row ran, and also when it ran alone")
-
-
-class Engine(Protocol):
-    """What the loop needs of the engine's process."""
-
-    def start(self) -> None: ...
-    def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None: ...
-    def kill(self) -> None: ...
-    def stop(self) -> None: ...
 
 
 class Service:
@@ -72,7 +64,7 @@ class Service:
         queues = [queue.name for queue in settings.queues]
         self._settings = settings
         self._inbox: SimpleQueue[Event] = SimpleQueue()
-        self._engine = make_engine(self._inbox.put)
+        self._warden = Warden(make_engine(self._inbox.put), settings.engine_timeout_seconds)
         self._desk = Desk(settings, connect)
         self._link = Link("worker")
         self._hand = Hand()
@@ -92,9 +84,6 @@ class Service:
             Maintenance(queues, connect(patient), settings.maintenance_seconds, settings.lease_seconds),
         ]
         self._is_open = False
-        self._is_ready = False  # the engine takes rows
-        self._silence = Silence()
-        self._failed_starts = 0
         self._is_dry = False  # all queues were empty when last asked
         self._is_suspended = False
         self._stop_at: float | None = None  # when the grace time is over (monotonic)
@@ -106,11 +95,11 @@ class Service:
         self._inbox.put(Stop(why))
 
     def run(self) -> None:
-        """Work. Raises UsageError or LivebatchError when the engine cannot be built, StoreError when results
-        could not be written before the end.
+        """Work. Raises LivebatchError when there is no engine to work with, StoreError when results could not
+        be written before the end.
         """
         try:
-            self._engine.start()
+            self._warden.start()
             if self._await_engine():
                 self._open()
                 while not self._is_done():
@@ -119,36 +108,18 @@ class Service:
             try:
                 self._close()
             finally:
-                self._engine.stop()
+                self._warden.stop()
 
     def _await_engine(self) -> bool:
         """Whether there is an engine to work with. False: somebody asked us to stop first."""
         log.info("worker %s builds its engine for %s", self._settings.name, self._settings.engine.model)
-        while not self._is_ready:
-            match self._inbox.get():
-                case Ready(seconds):
-                    log.info(
-                        "engine ready after %.1f s", seconds, extra=named("engine_ready", seconds=seconds)
-                    )
-                    self._is_ready, self._failed_starts = True, 0
-                case Died(how, error):
-                    self._start_failed(how, error)
-                case Stop():
-                    return False
-        return True
-
-    def _start_failed(self, how: str, error: str | None) -> None:
-        """An engine that says why it cannot be built would say so again; one that was killed may not."""
-        if error:
-            raise UsageError(error)
-        self._failed_starts += 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            raise LivebatchError(f"the engine did not start: {how}")
-        log.error("the engine died while it started (%s); once more", how)
-        self._engine.start()
+        while not self._warden.is_ready and self._stop_at is None:
+            with suppress(Empty):
+                self._handle(self._inbox.get(timeout=LOOK_SECONDS))
+            self._warden.mind()
+        return self._stop_at is None
 
     def _open(self) -> None:
-        self._desk.open()
         self._is_open = True
         for thread in self._threads:
             thread.start()
@@ -197,7 +168,7 @@ class Service:
             self._evict(held, held.lateness)
         self._sort()
         self._feed()
-        self._mind_the_engine()
+        self._warden.mind()
         if self._link.is_due:
             with self._link:
                 self._talk()
@@ -223,14 +194,14 @@ class Service:
         return moment if self._stop_at is None else min(moment, self._stop_at)
 
     def _talk(self) -> None:
-        """Everything this turn has to say to Redis."""
+        """Everything this turn has to say to Redis; the leases first, whatever else goes wrong."""
         now = time.monotonic()
+        if now >= self._beat_at:
+            self._beat()
         self._desk.note_deaths()
         if self._desk.endings and now >= self._flush_at:
             self._desk.flush()
             self._flush_at = now + FLUSH_SECONDS
-        if now >= self._beat_at:
-            self._beat()
         if now >= self._report_at:
             self._report()
         if self._may_claim():
@@ -240,11 +211,13 @@ class Service:
 
     @property
     def _room(self) -> int:
-        return self._settings.room - len(self._hand) - len(self._intake) - len(self._desk.endings)
+        """For more rows. One that ended here has left the engine only when the engine says so."""
+        held = len(self._intake) + self._hand.num_waiting + self._warden.owed + len(self._desk.endings)
+        return self._settings.room - held
 
     def _may_claim(self) -> bool:
         """Several rows at a time: one by one, a claim would cost each row a millisecond."""
-        if self._is_dry or self._is_suspended or not self._is_ready or self._stop_at is not None:
+        if self._is_dry or self._is_suspended or not self._warden.is_ready or self._stop_at is not None:
             return False
         return self._room >= max(1, self._settings.engine.max_batch // 4)
 
@@ -268,26 +241,17 @@ class Service:
             self._diary.holds({held.request.batch_id for held in found.rows})
 
     def _feed(self) -> None:
-        if self._is_ready:
+        if self._warden.is_ready:
             rows = [held.prepared.row for held in self._hand.to_engine()]
-            self._engine.send(rows, self._cancels)
+            self._warden.send(rows, self._cancels)
             self._cancels = []
-
-    def _mind_the_engine(self) -> None:
-        """Kill an engine that hangs; its rows then run again, as if it had died by itself."""
-        if not self._is_ready or not self._hand.num_in_engine:
-            self._silence.broken()
-        elif (silent := self._silence.grow()) >= self._settings.engine_timeout_seconds:
-            log.error("the engine has rows and has said nothing for %.0f s: it is killed", silent)
-            self._silence.broken()
-            self._engine.kill()
 
     # -- rows out
 
     def _handle(self, event: Event) -> None:
         match event:
             case Outputs(outputs, load) as told:
-                self._silence.broken()
+                self._warden.heard(told)
                 self._meter.see(load)
                 self._metrics.see(told)
                 for output in outputs:
@@ -298,11 +262,8 @@ class Service:
                 self._cancel(batch_id, job_id)
             case Stop(why):
                 self._stop(why)
-            case Ready(seconds):
-                log.info(
-                    "engine ready again after %.1f s", seconds, extra=named("engine_ready", seconds=seconds)
-                )
-                self._is_ready, self._failed_starts = True, 0
+            case Ready():
+                self._warden.ready(event)
             case Died():
                 self._engine_died(event)
 
@@ -313,6 +274,8 @@ class Service:
         if (result := self._listen(held, output)) is not None:
             self._hand.drop(held)
             self._end(held.claim, result)
+            if result.failure is None:
+                self._warden.completed()
 
     def _listen(self, held: Held, output: Output) -> Result | None:
         """The row's result, if this was its end."""
@@ -403,26 +366,20 @@ class Service:
         self._stop_at = now + grace
 
     def _engine_died(self, died: Died) -> None:
-        if not self._is_ready:
-            self._failed_starts += 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            raise LivebatchError(f"the engine does not start again: {died.error or died.how}")
-        self._is_ready = False
+        """Its rows run again, in the next engine. Raises LivebatchError when there is none."""
         self._cancels = []
         self._meter.restart()
         self._metrics.engine_died()
         were_in, guilty = self._hand.engine_died()
-        how = died.error or died.how
+        how = str(died.error or died.how)
         log.error(
             "the engine died (%s) with %d rows; they run again",
             how,
             len(were_in),
             extra=named("engine_died", how=how, rows=len(were_in)),
         )
-        for held in were_in:
-            self._intake.again(held)
-            self._desk.deaths[held.claim.lease] = held.deaths
+        self._desk.deaths |= {held.claim.lease: held.deaths for held in were_in}
         if guilty is not None:
-            log.error("row %s kills the engine and fails alone", guilty.request.job_id)
+            self._warden.condemn(guilty.request.job_id)
             self._evict(guilty, LOST)
-        self._engine.start()
+        self._warden.died(died)

@@ -1,4 +1,4 @@
-"""How long an engine that has rows has said nothing: a live one tells of its steps every second.
+"""How long an engine has given no sign of life: one with rows tells of its steps every second.
 
 Counts the parent's own waking time. A parent that was frozen itself, alone or with its engine, blames nobody.
 """
@@ -17,7 +17,7 @@ class Silence:
         self.broken()
 
     def broken(self) -> None:
-        """The engine was heard, or has nothing to say."""
+        """The engine was heard or seen at work, or has nothing to do."""
         self._seconds = 0.0
         self._at = time.monotonic()
 

@@ -65,13 +65,13 @@ def completed(connection: redis.Redis) -> int:
     return Store(connection).status("b").completed
 
 
-def test_the_engine_killed_in_mid_batch_and_hung_later(
+def test_the_engine_killed_in_mid_batch_its_heir_hung_while_it_is_built_and_another_later(
     redis_url: str, connection: redis.Redis, tmp_path: Path
 ) -> None:
     lines = rows()
     submit(redis_url, tmp_path, lines)
     with worker(redis_url, "dummy", "--max-batch", "8", "--engine-timeout", "2") as process:
-        for reached, number in ((5, signal.SIGKILL), (20, signal.SIGSTOP)):
+        for reached, number in ((5, signal.SIGKILL), (5, signal.SIGSTOP), (20, signal.SIGSTOP)):
             wait_for(lambda reached=reached: completed(connection) >= reached)
             struck = engine_of(process)
             assert struck is not None

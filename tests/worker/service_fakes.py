@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,11 +24,15 @@ EOS = 257
 
 
 class FakeEngine:
-    """Holds rows until the test ends them; with ``echo`` ends each at once, its answer its prompt."""
+    """Holds rows until the test ends them; with ``echo`` ends each at once, its answer its prompt.
+
+    ``is_hung``: it takes rows and cancels, does and says nothing, until it is started again.
+    """
 
     def __init__(self, post: Post, echo: bool = False) -> None:
         self.post = post
         self.echo = echo
+        self.is_hung = False
         self.rows: dict[int, Row] = {}
         self.cancelled: list[int] = []
         self.starts = 0
@@ -39,16 +44,21 @@ class FakeEngine:
 
     def start(self) -> None:
         self.starts += 1
-        self.rows = {}
+        self.rows, self.is_hung = {}, False
         self.on_start()
 
     def send(self, rows: Sequence[Row], cancels: Sequence[int]) -> None:
         self.rows |= {row.id: row for row in rows}
-        for number in cancels:
-            self.cancelled.append(number)
-            self.rows.pop(number, None)
+        self.cancelled += cancels
+        if self.is_hung:
+            return
+        if gone := [number for number in cancels if number in self.rows]:
+            self.end(*gone, status=Status.CANCELLED)
         if self.echo and rows:
             self.end(*list(self.rows))
+
+    def progress(self) -> object:
+        return None if self.is_hung else time.monotonic()
 
     def kill(self) -> None:
         self.die()

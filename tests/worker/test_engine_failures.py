@@ -210,6 +210,34 @@ def test_a_row_the_sampler_does_not_take_fails_alone(late: bool) -> None:
     assert_equal_alone(ledger, good)
 
 
+def test_a_row_the_sampler_does_not_take_hides_no_failure_of_the_model() -> None:
+    good = plain(12)
+    refused = row(98, [1], max_tokens=5, seed=666)
+    engine = Engine(FragileModel(), PickySampler(late=False), Policy(max_batch=8, prefill_tokens=16))
+    ledger = run_all(engine, [refused, poisoned(99), *good])
+    assert {ledger.endings[number].message for number in failed(ledger)} == {
+        "OverflowError: too much",
+        "MemoryError: poisoned",
+    }
+    assert failed(ledger) == {98, 99}
+    assert_equal_alone(ledger, good)
+
+
+class LostModel(HashModel):
+    """Its device is gone for good."""
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        raise SystemExit("the GPU failed")
+
+
+def test_a_lost_device_ends_the_process_though_the_sampler_fails_on_it_too() -> None:
+    engine = Engine(LostModel(), PickySampler(late=False), Policy(max_batch=2, prefill_tokens=16))
+    for number in range(4):
+        engine.add(row(number, [1], max_tokens=5, seed=666))
+    with pytest.raises(SystemExit, match="the GPU failed"):
+        engine.step()
+
+
 def test_a_sampler_that_takes_nobody_is_not_the_rows_fault() -> None:
     rows = {number: row(number, [1], max_tokens=5, seed=666) for number in range(12)}
     engine = Engine(HashModel(), PickySampler(late=False), Policy(max_batch=2, prefill_tokens=16))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -17,6 +20,8 @@ import pytest
 from rq_rows import wait_until
 
 from kernels.rows import RowParams, Status
+from producer.errors import UsageError
+from worker import engine_process
 from worker.engine import Load
 from worker.engine_process import BUSY_SEND_SECONDS, SEND_SECONDS, EngineProcess, patience
 from worker.events import Died, Event, Outputs, Ready
@@ -113,6 +118,21 @@ def test_sending_never_waits_for_the_engine(process: Process) -> None:
     assert len(process.ended(200)) == 200
 
 
+def test_whether_it_does_anything_can_be_seen(process: Process) -> None:
+    assert process.engine.pid is not None
+    os.kill(process.engine.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: state(process.engine.pid) == "T")
+        seen = process.engine.progress()
+        process.engine.send([row(8, "x" * 1000, max_tokens=1000)], [])
+        time.sleep(0.1)
+        assert seen == process.engine.progress() is not None
+    finally:
+        os.kill(process.engine.pid, signal.SIGCONT)
+    assert len(process.ended(1)) == 1
+    assert seen != process.engine.progress()
+
+
 def test_signals_for_the_group_are_the_parents_business(process: Process) -> None:
     assert process.engine.pid is not None
     os.kill(process.engine.pid, signal.SIGTERM)
@@ -136,11 +156,29 @@ def test_a_killed_engine_says_so_and_starts_again() -> None:
     assert process.events.empty(), "a wanted end is no event"
 
 
+def test_one_that_nothing_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a system call that does not return: here it is stopped, and SIGKILL does nothing."""
+    monkeypatch.setattr(engine_process, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(SpawnProcess, "kill", lambda self: None)
+    process = Process()
+    assert isinstance(process.event(), Ready)
+    pid = process.engine.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    process.engine.stop()
+    assert time.monotonic() - begun < 5
+    assert is_alive(pid)
+    assert pid not in [child.pid for child in multiprocessing.active_children()]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
 def test_an_engine_that_cannot_be_built_says_why(tmp_path: Path) -> None:
     process = Process(EngineSettings(model=str(tmp_path / "none")))
     event = process.event()
     assert isinstance(event, Died)
-    assert event.error is not None and "none" in event.error
+    assert isinstance(event.error, UsageError) and "none" in str(event.error)
     process.engine.stop()
 
 
@@ -180,9 +218,14 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     wait_until(lambda: not is_alive(child))
 
 
+def state(pid: int | None) -> str:
+    """As ps shows it; "" for no process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
 def is_alive(pid: int) -> bool:
     """A zombie that nobody has reaped yet is dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    return state(pid) not in ("", "Z")

@@ -16,7 +16,7 @@ from rq_rows import BATCH, counts, enqueue, fetch, log, request, returned, statu
 
 from producer.store import Serializer
 from producer.wire import Choice, Failure, Result, Usage
-from worker.finish import Finisher, ending
+from worker.finish import Ending, Finisher, ending
 from worker.leases import Claim, Leases, recover
 from worker.rq_classes import Entry
 
@@ -36,7 +36,13 @@ class Bench:
         return self.leases.claim(count, [("q", count)])
 
     def finish(self, claims: list[Claim], text: str = "answer") -> int:
-        return self.finisher.write([ending(claim, completed(claim, text)) for claim in claims])
+        return self.write([ending(claim, completed(claim, text)) for claim in claims])
+
+    def write(self, endings: list[Ending]) -> int:
+        """How many were still ours; none may be left for later."""
+        ours, later = self.finisher.write(endings)
+        assert later == []
+        return ours
 
 
 def completed(claim: Claim, text: str = "answer") -> Result:
@@ -92,7 +98,7 @@ def test_a_completed_row_is_finished_for_rq_and_for_us(bench: Bench, connection:
 def test_a_failed_row_says_why_everywhere(bench: Bench, connection: redis.Redis) -> None:
     enqueue(connection, [request(1)])
     (claim,) = bench.claim(1)
-    assert bench.finisher.write([ending(claim, failed(claim, "timeout"))]) == 1
+    assert bench.write([ending(claim, failed(claim, "timeout"))]) == 1
     job = fetch(connection, "b-0-1")
     assert job.get_status() == JobStatus.FAILED
     assert job._exc_info == "timeout: it says why"
@@ -107,7 +113,7 @@ def test_a_failed_row_says_why_everywhere(bench: Bench, connection: redis.Redis)
 def test_a_cancelled_row_is_cancelled_for_rq_too(bench: Bench, connection: redis.Redis) -> None:
     enqueue(connection, [request(1)])
     (claim,) = bench.claim(1)
-    bench.finisher.write([ending(claim, failed(claim, "batch_cancelled"))])
+    bench.write([ending(claim, failed(claim, "batch_cancelled"))])
     assert fetch(connection, "b-0-1").get_status() == JobStatus.CANCELED
     assert CanceledJobRegistry("q", connection=connection, serializer=Serializer).get_job_ids() == ["b-0-1"]
     assert counts(connection) == {"cancelled": 1}
@@ -230,7 +236,7 @@ def test_a_row_rq_queues_again_though_it_has_ended_keeps_its_first_result(
         pipe.execute()
     (again,) = bench.claim(1)
     second = failed(again, code) if code else completed(again, "second")
-    assert bench.finisher.write([ending(again, second)]) == 1
+    assert bench.write([ending(again, second)]) == 1
     (result,) = returned(connection, "b-0-2")
     assert result["choices"][0]["text"] == "first"
     assert (log(connection), counts(connection)) == ({"b-0-2": None}, {"completed": 1})
@@ -257,7 +263,7 @@ def test_jobs_that_wait_for_a_row_are_released_once(
     inside_the_watch_window(monkeypatch, lambda: depend(connection, "b-0-1", "late"))
     results = [failed(claim, code) if code else completed(claim) for claim in claims]
     ends = [ending(claim, result) for claim, result in zip(claims, results, strict=True)]
-    assert bench.finisher.write(ends) == 2
+    assert bench.write(ends) == 2
     assert sorted(line.job_ids) == ([] if code else ["child", "late"])
     assert len(log(connection)) == 2
 
@@ -283,7 +289,7 @@ def test_a_foreign_job_fails_without_a_batch(bench: Bench, connection: redis.Red
     line.enqueue("os.system", "true", job_id="b-0-99")
     enqueue(connection, [request(1)])
     ends = [ending(claim, failed(claim, "invalid_request")) for claim in bench.claim(3)]
-    assert bench.finisher.write(ends) == 3
+    assert bench.write(ends) == 3
     assert status(connection, "stranger") == "failed"
     assert list(log(connection)) == ["b-0-1"], "the batch never had a row 99"
 
@@ -321,7 +327,7 @@ def test_a_result_that_is_no_json_becomes_an_internal_error(bench: Bench, connec
     (claim,) = bench.claim(1)
     end = ending(claim, completed(claim, "lone surrogate \ud800"))
     assert end.result.failure is not None and end.result.failure.code == "internal_error"
-    bench.finisher.write([end])
+    bench.write([end])
     assert counts(connection) == {"failed": 1}
 
 

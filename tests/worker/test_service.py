@@ -399,6 +399,29 @@ def test_rows_of_a_dead_engine_run_again(redis_url: str, connection: redis.Redis
         assert connection.hget("rq:job:b-0-1", "livebatch_deaths") == b"1"
 
 
+def test_rows_that_run_again_start_at_their_beginning_and_are_not_tokenised_again(
+    redis_url: str, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, prepared = RowPreparer.prepare, []
+
+    def counting(self: RowPreparer, row: Request, number: int) -> PreparedRow:
+        prepared.append(row.line)
+        return prepare(self, row, number)
+
+    monkeypatch.setattr(RowPreparer, "prepare", counting)
+    enqueue(connection, [request(1, sampling=Sampling(stop=("END",))), request(2)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 2)
+        made.engine.say(made.engine.number("prompt 1"), "of the first run E")
+        made.engine.die()
+        wait_until(lambda: made.engine.starts == 2 and len(made.engine.rows) == 2)
+        made.engine.say(made.engine.number("prompt 1"), "ND of the second")
+        made.engine.say(made.engine.number("prompt 1"), " END")
+        wait_until(lambda: status(connection, "b-0-1") == "finished")
+    assert returned(connection, "b-0-1")[0]["choices"][0]["text"] == "ND of the second "
+    assert sorted(prepared) == [1, 2]
+
+
 def test_a_row_that_kills_the_engine_fails_alone(redis_url: str, connection: redis.Redis) -> None:
     enqueue(connection, [request(number) for number in range(1, 9)])
     with worker(redis_url) as made:
@@ -424,6 +447,22 @@ def test_a_row_that_kills_the_engine_fails_alone(redis_url: str, connection: red
     assert deaths <= 5
 
 
+def test_an_engine_that_dies_of_every_row_ends_the_worker_and_not_the_queue(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    """Each start succeeds. What the third verdict would fail goes back, with its record and all others."""
+    with pytest.raises(LivebatchError, match="completed none"), worker(redis_url) as made:
+        made.engine.send = lambda rows, cancels: made.engine.die() if rows else None  # type: ignore[method-assign]
+        enqueue(connection, [request(number) for number in range(1, 13)])
+        made.thread.join(20)
+    assert counts(connection) == {"failed": 2}
+    assert len(queued(connection)) == 10
+    deaths = [
+        int(connection.hget(f"rq:job:{job_id}", "livebatch_deaths") or 0) for job_id in queued(connection)
+    ]
+    assert max(deaths) >= 2
+
+
 def test_suspects_keep_their_record_across_workers(redis_url: str, connection: redis.Redis) -> None:
     enqueue(connection, [request(1), request(2)])
     connection.hset("rq:job:b-0-1", "livebatch_deaths", 2)
@@ -435,13 +474,18 @@ def test_suspects_keep_their_record_across_workers(redis_url: str, connection: r
 
 
 def test_an_engine_that_cannot_be_built_ends_the_worker_with_its_reason(redis_url: str) -> None:
-    for error, kind in (("genai_config.json is missing", UsageError), (None, LivebatchError)):
+    for error, starts in (
+        (UsageError("genai_config.json is missing"), 1),
+        (LivebatchError("weights are not what they were"), 1),
+        (None, 3),
+    ):
         made = Worker(redis_url)
         made.engine.on_start = lambda made=made, error=error: made.engine.post(Died("exit code 1", error))
         made.thread.start()
-        with pytest.raises(kind, match=error or "did not start: exit code 1"):
+        with pytest.raises(LivebatchError) as raised:
             made.join()
-        assert made.engine.is_stopped
+        assert raised.value is error or "does not start: exit code 1, 3 times" in str(raised.value)
+        assert (made.engine.starts, made.engine.is_stopped) == (starts, True)
 
 
 def test_an_engine_killed_while_it_first_starts_is_started_again(redis_url: str) -> None:
@@ -461,12 +505,64 @@ def test_a_hung_engine_is_killed_and_its_rows_run_again(redis_url: str, connecti
         wait_until(lambda: counts(connection) == {"completed": 1})
 
 
+def test_an_engine_that_hangs_costs_the_rows_it_has_their_time_and_not_the_queue(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    """Rows that run out of time leave our hands, but nobody knows that they left the engine."""
+    with worker(redis_url, echo=True, max_batch=4, engine_timeout_seconds=1.0) as made:
+        made.engine.is_hung = True
+        enqueue(connection, [request(number, timeout_s=0.4) for number in range(1, 41)])
+        wait_until(lambda: made.engine.starts == 2)
+        wait_until(lambda: sum(counts(connection).values()) == 40)
+    assert counts(connection) == {"completed": 32, "failed": 8}
+
+
+def test_an_engine_that_hangs_while_it_is_built_is_killed_and_started_again(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    """The first one, and one that is to replace a dead one: its rows shall not wait for ever."""
+    made = Worker(redis_url, engine_timeout_seconds=0.3)
+
+    def start() -> None:
+        made.engine.is_hung = made.engine.starts in (1, 3)
+        if not made.engine.is_hung:
+            made.engine.ready()
+
+    made.engine.on_start = start
+    enqueue(connection, [request(1)])
+    made.thread.start()
+    try:
+        wait_until(lambda: made.engine.starts == 2 and len(made.engine.rows) == 1)
+        made.engine.die()
+        wait_until(lambda: made.engine.starts == 4 and len(made.engine.rows) == 1)
+        made.engine.end(*list(made.engine.rows))
+        wait_until(lambda: counts(connection) == {"completed": 1})
+    finally:
+        made.stop()
+        made.stop()
+        made.join()
+
+
+def test_rows_of_an_engine_that_not_even_sigkill_ends_go_back(
+    redis_url: str, connection: redis.Redis
+) -> None:
+    enqueue(connection, [request(1)])
+    with (
+        pytest.raises(LivebatchError, match="after SIGKILL"),
+        worker(redis_url, engine_timeout_seconds=0.2) as made,
+    ):
+        made.engine.kill = lambda: None  # type: ignore[method-assign]
+        made.thread.join(20)
+    assert made.engine.is_stopped
+    assert queued(connection) == ["b-0-1"]
+
+
 def test_an_engine_without_rows_may_be_silent(redis_url: str) -> None:
     with worker(redis_url, engine_timeout_seconds=0.1) as made:
         wait_until(lambda: made.service._is_open)
-        made.service._mind_the_engine()
+        made.service._warden.mind()
         time.sleep(0.2)
-        made.service._mind_the_engine()
+        made.service._warden.mind()
         assert made.engine.starts == 1
 
 
@@ -474,7 +570,7 @@ def test_an_engine_that_does_not_start_again_hands_its_rows_back(
     redis_url: str, connection: redis.Redis
 ) -> None:
     enqueue(connection, [request(1)])
-    with pytest.raises(LivebatchError, match="does not start again: killed"), worker(redis_url) as made:
+    with pytest.raises(LivebatchError, match="does not start: killed"), worker(redis_url) as made:
         wait_until(lambda: len(made.engine.rows) == 1)
         made.engine.on_start = made.engine.die
         made.engine.die()
@@ -501,6 +597,31 @@ def test_results_outlive_an_outage(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records if record.name == "worker.link"]
     assert len([line for line in said if line.startswith("worker: Redis does not serve")]) == 1
     assert len([line for line in said if line.startswith("worker: Redis is back")]) == 1
+
+
+def test_a_redis_that_is_away_when_the_engine_is_ready_is_waited_for() -> None:
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as connection:
+        enqueue(connection, [request(number) for number in (1, 2, 3)])
+        made = Worker(server.url, echo=True)
+
+        def start() -> None:
+            server.kill()
+            made.engine.ready()
+
+        made.engine.on_start = start
+        made.thread.start()
+        try:
+            wait_until(lambda: made.service._link.is_away or made.error is not None)
+            server.start()
+            wait_until(lambda: counts(connection) == {"completed": 3})
+            wait_until(lambda: len(RqWorker.all(connection=connection, serializer=Serializer)) == 1)
+            (seen,) = RqWorker.all(connection=connection, serializer=Serializer)
+            assert (seen.name, seen.queue_names()) == (made.settings.name, ["q"])
+            assert seen.birth_date is not None
+        finally:
+            made.stop()
+            made.stop()
+            made.join()
 
 
 @pytest.fixture
@@ -550,6 +671,43 @@ def test_a_full_redis_shows_its_workers(
             wait_until(lambda: [report.name for report in Store(connection).workers()] == names)
             seen = RqWorker.all(connection=connection, serializer=Serializer)
             assert sorted(each.name for each in seen) == names
+
+
+def test_a_row_that_others_wait_for_holds_up_no_row_of_a_full_redis(
+    redis_url: str, connection: redis.Redis, full: Callable[[], None]
+) -> None:
+    """There is no room for those others. The row keeps its lease and its result until there is."""
+    enqueue(connection, [request(number) for number in range(1, 21)])
+    settings = {"lease_seconds": 1.0, "beat_seconds": 0.2, "maintenance_seconds": 0.1}
+    with worker(redis_url, max_batch=4, **settings) as made:
+        wait_until(lambda: len(made.engine.rows) == 8)
+        line = Queue("other", connection=connection, serializer=Serializer)
+        line.enqueue("some.function", depends_on=fetch(connection, "b-0-2"), job_id="child")
+        full()
+        made.engine.echo = True
+        made.engine.end(*list(made.engine.rows))
+        wait_until(lambda: counts(connection) == {"completed": 19})
+        time.sleep(1.5)  # past the lease
+        assert (status(connection, "b-0-2"), line.job_ids) == ("started", [])
+        connection.config_set("maxmemory", 0)
+        wait_until(lambda: counts(connection) == {"completed": 20})
+        wait_until(lambda: line.job_ids == ["child"])
+        assert made.service._intake._number == 20, "no row was taken twice"
+    assert len(returned(connection, "b-0-2")) == 1
+
+
+def test_rows_that_wait_for_room_are_handed_back_at_the_end(
+    redis_url: str, connection: redis.Redis, full: Callable[[], None]
+) -> None:
+    enqueue(connection, [request(1), request(2)])
+    with worker(redis_url) as made:
+        wait_until(lambda: len(made.engine.rows) == 2)
+        line = Queue("other", connection=connection, serializer=Serializer)
+        line.enqueue("some.function", depends_on=fetch(connection, "b-0-1"), job_id="child")
+        full()
+        made.engine.end(made.engine.number("prompt 1"))
+        wait_until(lambda: len(made.service._desk.endings) == 1)
+    assert queued(connection) == ["b-0-1", "b-0-2"]
 
 
 def test_an_idle_worker_of_a_full_redis_finds_rows_that_come_back(
