@@ -78,12 +78,12 @@ def read_rows(
 ) -> Iterator[wire.Request | BadRow]:
     """Every line of ``path`` that is not blank, in order, as a Request or a BadRow; constant memory.
 
-    ``format`` text: each line is a prompt. Raises UsageError when the file cannot be read (lines.read_lines,
-    which takes ``title``).
+    ``format`` text: each line is a prompt. ``title``: what people call the file, where that is not its path.
+    Raises UsageError when the file cannot be read (lines.read_lines).
     """
     parse = parse_text if format == "text" else parse_line
     # A file name need not be Unicode, a custom_id must be, and at most 512 characters.
-    name = clean(os.fsencode(path).decode("utf-8", "replace"), 400) if many_files else ""
+    name = clean(os.fsencode(title or path).decode("utf-8", "replace"), 400) if many_files else ""
     for line in read_lines(path, title=title, progress=progress, max_line_bytes=max_line_bytes):
         if not line.data or line.data.isspace():
             continue
