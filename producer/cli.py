@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
 import typer
 
 from producer.errors import LivebatchError, StoreError, UsageError
-from producer.following import Follower, open_sink, queued_line, say
+from producer.following import Follower, queued_line, say
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus, Progress
     from producer.client import Client
     from producer.jsonl import BadRow
+    from producer.output import Output
     from producer.progress import Display
 
 
@@ -172,24 +173,20 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     producer submit huge.jsonl --max-queued-bytes 1G --wait -o out.jsonl --release
     """
     from producer.client import Client, new_batch_id
-    from producer.output import Style
+    from producer.output import Output
     from producer.sizes import parse_bytes
 
-    _check_submit_flags(wait, out, errors_file, as_json, bool(files or retry_failed))
-    _check_release(release, out)
+    output = Output(out, ordered, flat, errors_file, release)
+    _check_submit_flags(output, wait, as_json, bool(files or retry_failed))
     most = None if max_queued_bytes is None else parse_bytes(max_queued_bytes, "--max-queued-bytes")
     client = Client(redis, keep_seconds=_keep_seconds(keep_days))
     batch_id = new_batch_id() if batch_id is None else batch_id
     options: dict[str, Any] = {"batch_id": batch_id, "queue": queue, "format": format}
     options["retry_failed"] = retry_failed
     again = ["producer", "submit", *(files or []), *_flags(**options, max_queued_bytes=max_queued_bytes)]
-    flags = _output_flags(out, ordered, flat, errors_file, release)
-    collect = ["producer", "results", batch_id, "--follow", *flags]
-    with (
-        open_sink(out, batch_id, Style(ordered, flat), errors_file) as sink,
-        _display(out or not wait) as show,
-    ):
-        follower = Follower(client, batch_id, sink, show, release)
+    collect = ["producer", "results", batch_id, "--follow", *output.flags()]
+    with output.open(batch_id) as sink, _display(out or not wait) as show:
+        follower = Follower(client, batch_id, output, sink, show)
         with _interruptible(f"queue the rest with: {shlex.join(again)}"):
             options |= {"strict": strict, "max_queued_bytes": most, "expires_in": _seconds(expires_in)}
             gather = follower.gather if wait and out and not ordered else None
@@ -197,11 +194,11 @@ def submit(  # noqa: PLR0917 - Typer passes by name
         if wait:
             say(f"batch {batch_id}: {queued_line(batch)}")
             with _interruptible(f"batch {batch_id} goes on; come back with: {shlex.join(collect)}"):
-                follower.run(follow=True, ordered=ordered)
+                follower.run(follow=True)
     if not wait:
         _report_queued(batch, shlex.join(collect), as_json)
     status = client.status(batch_id)
-    say(follower.summary(status, out, errors_file))
+    say(follower.summary(status))
     _finish(status, as_json)
 
 
@@ -243,20 +240,21 @@ def results(  # noqa: PLR0917 - Typer passes by name
     producer results BATCH --flat | head
     """
     from producer.client import Client
-    from producer.output import Style
+    from producer.output import Output
 
-    _check_release(release, out)
+    output = Output(out, ordered, flat, errors_file, release)
+    output.check()
     client = Client(redis)
     client.status(batch)  # no such batch: no output file
     with (
         _interruptible(f"batch {batch} goes on; run the same command again to go on"),
-        open_sink(out, batch, Style(ordered, flat), errors_file) as sink,
+        output.open(batch) as sink,
         _display(out) as show,
     ):
-        follower = Follower(client, batch, sink, show, release)
-        follower.run(follow=follow, ordered=ordered)
+        follower = Follower(client, batch, output, sink, show)
+        follower.run(follow=follow)
     status = client.status(batch)
-    say(follower.summary(status, out, errors_file))
+    say(follower.summary(status))
     if status.waiting and not follow:
         say(f"{status.waiting:,} rows have not ended yet: add --follow to wait for them")
     _finish(status)
@@ -412,22 +410,16 @@ def _flags(**values: str | None) -> list[str]:
     return [word for pair in given for word in pair]
 
 
-def _check_submit_flags(
-    wait: bool, out: Path | None, errors: Path | None, as_json: bool, has_rows: bool
-) -> None:
+def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: bool) -> None:
     if not has_rows:
         raise UsageError('name the files to submit, "-" for standard input, or --retry-failed BATCH')
-    if not wait and (out or errors):
+    if not wait and (output.out or output.errors):
         raise UsageError(
             "-o and --errors-file need --wait; without it collect with: producer results BATCH -o OUT"
         )
-    if wait and as_json and not out:
+    if wait and as_json and not output.out:
         raise UsageError("--wait --json needs -o OUT: the results would mix with the JSON on standard output")
-
-
-def _check_release(release: bool, out: Path | None) -> None:
-    if release and out is None:
-        raise UsageError("--release needs -o OUT: what is only printed could be lost on its way")
+    output.check()
 
 
 def _keep_seconds(days: float) -> int:
@@ -449,15 +441,6 @@ def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:
         print(batch.id)
         say(f"{queued_line(batch)}. Collect with: {come_back}")
     raise typer.Exit(Exit.FAILED if batch.failed else Exit.OK)
-
-
-def _output_flags(
-    out: Path | None, ordered: bool, flat: bool, errors: Path | None, release: bool
-) -> list[str]:
-    """The flags under which another command goes on with the same output."""
-    words = ["-o", str(out)] if out else []
-    words += ["--errors-file", str(errors)] if errors else []
-    return words + ["--ordered"] * ordered + ["--flat"] * flat + ["--release"] * release
 
 
 class _Problems:
