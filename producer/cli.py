@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from producer.errors import LivebatchError, StoreError, UsageError
 from producer.following import Follower, queued_line, say
+from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus, Progress
@@ -53,7 +54,6 @@ class InterruptedHereError(LivebatchError):
     """Ctrl-C; the message says how to come back."""
 
 
-SHOWN_PROBLEMS = 20  # bad lines printed before they are only counted
 MAX_KEEP_DAYS = 3650  # what Redis and RQ can count
 CTRL_C = 130  # Typer's own exit code for it, where no command had anything to add
 
@@ -216,7 +216,7 @@ def _queue(
         if gather:
             gather()
 
-    bad = _Problems().add
+    bad = Problems().add
     return client.submit(files, **options, on_progress=progressed, on_bad=bad, on_warning=_warn)
 
 
@@ -339,12 +339,12 @@ def validate(
     """
     from producer.client import Client
 
-    problems = _Problems(sys.maxsize if show_all else SHOWN_PROBLEMS, sys.stdout)
+    problems = Problems(sys.maxsize if show_all else SHOWN_PROBLEMS, sys.stdout)
     listed: list[BadRow] = []
     on_bad = listed.append if as_json else problems.add
     checked = Client().validate(files, format=format, on_bad=on_bad, on_warning=_warn)
     if as_json:
-        shown = list(map(_problem_fields, listed))
+        shown = list(map(problem_fields, listed))
         _print_json({"rows": checked.rows, "bad": checked.bad, "problems": shown})
     else:
         problems.tell_rest("--all prints every one")
@@ -441,33 +441,6 @@ def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:
         print(batch.id)
         say(f"{queued_line(batch)}. Collect with: {come_back}")
     raise typer.Exit(Exit.FAILED if batch.failed else Exit.OK)
-
-
-class _Problems:
-    """Bad lines as they are found, printed up to ``most`` of them, then counted."""
-
-    def __init__(self, most: int = SHOWN_PROBLEMS, stream: TextIO | None = None) -> None:
-        self._left = most
-        self._more = 0
-        self._stream = stream
-
-    def add(self, bad: BadRow) -> None:
-        if self._left:
-            self._left -= 1
-            self._print(f"{bad.failure.message} ({bad.failure.code})")
-        else:
-            self._more += 1
-
-    def tell_rest(self, how: str) -> None:
-        if self._more:
-            self._print(f"... and {self._more:,} more ({how})")
-
-    def _print(self, text: str) -> None:
-        print(text, file=self._stream or sys.stderr, flush=True)
-
-
-def _problem_fields(bad: BadRow) -> dict[str, Any]:
-    return {"file": bad.file, "line": bad.line, "custom_id": bad.custom_id, **asdict(bad.failure)}
 
 
 def _warn(text: str) -> None:
