@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 class Exit(IntEnum):
     OK = 0  # all rows completed; without --wait: all queued
-    FAILED = 1  # some rows failed, were cancelled, or are bad lines
+    FAILED = 1  # some rows failed, were cancelled, are bad lines, or their results are gone
     USAGE = 2
     REDIS = 3  # not reachable, or not usable
     INTERRUPTED = 4  # the batch goes on
@@ -43,7 +43,8 @@ EXIT_CODES = """\b
 Exit codes:
   0  all rows completed; submit without --wait: all are queued;
      results without --follow: of the rows that have ended, all completed
-  1  some rows failed, were cancelled, or (validate, submit) are bad lines
+  1  some rows failed, were cancelled, have no result in Redis any more,
+     or (validate, submit) are bad lines
   2  usage, or a file that cannot be read or written
   3  Redis cannot be reached, or would lose rows
   4  interrupted: the batch goes on, and the message says how to come back
@@ -199,7 +200,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
         _report_queued(batch, shlex.join(collect), as_json)
     status = client.status(batch_id)
     say(follower.summary(status))
-    _finish(status, as_json)
+    _finish(status, follower.failed, as_json)
 
 
 def _queue(
@@ -257,7 +258,7 @@ def results(  # noqa: PLR0917 - Typer passes by name
     say(follower.summary(status))
     if status.waiting and not follow:
         say(f"{status.waiting:,} rows have not ended yet: add --follow to wait for them")
-    _finish(status)
+    _finish(status, follower.failed)
 
 
 @app.command()
@@ -428,10 +429,10 @@ def _keep_seconds(days: float) -> int:
     return round(days * 86_400)
 
 
-def _finish(status: BatchStatus, as_json: bool = False) -> NoReturn:
+def _finish(status: BatchStatus, read_as_failed: int, as_json: bool = False) -> NoReturn:
     if as_json:
         _print_json(status.to_dict())
-    raise typer.Exit(Exit.FAILED if status.failed or status.cancelled else Exit.OK)
+    raise typer.Exit(Exit.FAILED if status.failed or status.cancelled or read_as_failed else Exit.OK)
 
 
 def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:

@@ -64,6 +64,11 @@ class Follower:
         for page in self._client.pages(self._batch_id, cursor=self._sink.cursor):
             self._take(page)
 
+    @property
+    def failed(self) -> int:
+        """Rows that came as failures: also those that completed, and whose results Redis has no longer."""
+        return self._failures.total()
+
     def summary(self, status: BatchStatus) -> str:
         """``20 completed, 4 failed -> results.jsonl``, and which failures those were."""
         counts = f"{status.completed:,} completed, {status.failed:,} failed"
@@ -80,12 +85,12 @@ class Follower:
     def _reasons(self, status: BatchStatus) -> str:
         if not self._failures:
             return ""
-        common, total = self._failures.most_common(COMMON_CODES), self._failures.total()
+        common = self._failures.most_common(COMMON_CODES)
         codes = [f"{count:,} {code}" for code, count in common]
-        if others := total - sum(count for _, count in common):
+        if others := self.failed - sum(count for _, count in common):
             codes.append(f"{others:,} others")
-        seen_all = total >= status.failed + status.cancelled
-        return f"\nfailed{'' if seen_all else ' in this run'}: {', '.join(codes)}"
+        is_all = self.failed == status.failed + status.cancelled
+        return f"\nfailed{'' if is_all else ' in this run'}: {', '.join(codes)}"
 
     def _look_for_workers(self, status: BatchStatus) -> None:
         if any(worker.serves(status.queue) for worker in self._client.workers()):
