@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from producer.errors import LivebatchError, StoreError, UsageError
+from producer.errors import HalfQueuedError, LivebatchError, StoreError, UsageError
 from producer.following import Follower, queued_line, say
 from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
 
@@ -395,10 +395,13 @@ def _display(stdout_is_free: object) -> Display:
 
 @contextmanager
 def _interruptible(hint: str) -> Iterator[None]:
+    """Whatever ends it in the middle, ``hint`` says how to go on."""
     try:
         yield
     except KeyboardInterrupt:
         raise InterruptedHereError(f"interrupted; {hint}") from None
+    except HalfQueuedError as error:
+        raise StoreError(f"{error}; {hint}") from error
 
 
 def _seconds(hours: float | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import redis
 from tiny_worker import TinyWorker, rows, write
 
 from producer import cli, completions, enqueue
+from producer import connection as server
 from producer.client import Client
+from producer.embedded import EmbeddedRedis
 
 pytestmark = pytest.mark.redis
 
@@ -289,6 +292,26 @@ def test_ctrl_c_while_queueing_says_how_to_queue_the_rest(
     assert words in capsys.readouterr().err
     assert run("submit", "a file.jsonl", "--batch-id", "m", "--queue", "q", "--format", "jsonl") == 0
     assert Client().status("m").rows == 5
+
+
+def test_redis_that_dies_while_rows_are_queued(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nobody chose a batch id here: unless it is told, submitting again queues every row a second time."""
+    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(server, "OUTAGE_RETRIES", 0)
+    write(Path("in.jsonl"), rows(5))
+    with EmbeddedRedis(tmp_path / "redis") as dying:
+        monkeypatch.setenv("REDIS_URL", dying.url)
+        with monkeypatch.context() as patch:
+            patch.setattr("producer.progress.Lines.queueing", lambda *_: dying.kill())
+            assert run("submit", "in.jsonl") == 3
+        said = capsys.readouterr().err
+        (again,) = re.findall("queue the rest with: producer (submit .*)", said)
+        assert said.count("\n") == 1
+        dying.start()
+        assert run(*shlex.split(again)) == 0
+        assert [status.rows for status in Client().list()] == [5]
 
 
 def ctrl_c(*_: object, **__: object) -> None:
