@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from producer.connection import redact
 from producer.errors import HalfQueuedError, LivebatchError, StoreError, UsageError
 from producer.following import Follower, queued_line, say
 from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
@@ -55,6 +56,7 @@ class InterruptedHereError(LivebatchError):
     """Ctrl-C; the message says how to come back."""
 
 
+KEEP_DAYS = 7.0
 MAX_KEEP_DAYS = 3650  # what Redis and RQ can count
 CTRL_C = 130  # Typer's own exit code for it, where no command had anything to add
 
@@ -160,7 +162,9 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     expires_in: ExpiresIn = None,
     retry_failed: RetryFailed = None,
     release: Release = False,
-    keep_days: Annotated[float, typer.Option(min=0.01, help="How long Redis keeps a row's result.")] = 7.0,
+    keep_days: Annotated[
+        float, typer.Option(min=0.01, help="How long Redis keeps a row's result.")
+    ] = KEEP_DAYS,
     as_json: Json = False,
     redis: Redis = None,
 ) -> None:
@@ -184,8 +188,10 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     batch_id = new_batch_id() if batch_id is None else batch_id
     options: dict[str, Any] = {"batch_id": batch_id, "queue": queue, "format": format}
     options["retry_failed"] = retry_failed
-    again = ["producer", "submit", *(files or []), *_flags(**options, max_queued_bytes=max_queued_bytes)]
-    collect = ["producer", "results", batch_id, "--follow", *output.flags()]
+    kept = None if keep_days == KEEP_DAYS else f"{keep_days:g}"
+    rest = _flags(**options, max_queued_bytes=max_queued_bytes, keep_days=kept, redis=_shown(redis))
+    again = ["producer", "submit", *(files or []), *rest]
+    collect = ["producer", "results", batch_id, "--follow", *output.flags(), *_flags(redis=_shown(redis))]
     with output.open(batch_id) as sink, _display(out or not wait) as show:
         follower = Follower(client, batch_id, output, sink, show)
         with _interruptible(f"queue the rest with: {shlex.join(again)}"):
@@ -412,6 +418,11 @@ def _flags(**values: str | None) -> list[str]:
     """``--batch-id B`` of ``batch_id="B"``; nothing of what is not given."""
     given = ((f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None)
     return [word for pair in given for word in pair]
+
+
+def _shown(url: str | None) -> str | None:
+    """The URL in a command that may be copied; *** stands for what is not to be printed."""
+    return None if url is None else redact(url) + "?***" * ("?" in url)
 
 
 def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: bool) -> None:

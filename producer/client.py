@@ -287,11 +287,12 @@ class Client:
         with connection.explained(self.url):
             wanted = None if retries is None else self._failed_rows(retries, record)
         with _named(record.id), connection.explained(self.url):
-            _require_same(self._store.create(record), record)
+            standing = self._store.create(record)
+            _require_same(standing, record)
             rows = read_all(found, record.id, format, on_warning, progress)
             if wanted is not None:
                 rows = (row for row in good_rows(rows) if (row.file, row.line) in wanted)
-            self._enqueue(record, rows, progress, on_progress, max_queued_bytes)
+            self._enqueue(standing, rows, progress, on_progress, max_queued_bytes)
             if stamps != list(map(sources.stamp, found)):
                 raise UsageError(CHANGED.format(id=record.id))
             self._store.set_state(record.id, "closed")
