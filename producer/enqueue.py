@@ -160,7 +160,7 @@ class Enqueuer:
             if first == request.job_id:
                 good.append(request)
             else:
-                bad.append(duplicate_row(request, first))
+                bad.append(duplicate_row(request, first, self._titles))
         return good, [row.result(int(time.time())) for row in bad]
 
     def _taken(self, pipe: Pipeline, names: Sequence[str]) -> dict[str, str]:

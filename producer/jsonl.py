@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -234,24 +234,33 @@ def _too_long(line: Line, place: Place, max_line_bytes: int) -> BadRow:
 
 
 class Duplicates:
-    """Which custom_ids a batch has used: the first row of an id wins. For checks without a store."""
+    """Which custom_ids a batch has used: the first row of an id wins. For checks without a store.
 
-    def __init__(self) -> None:
+    ``names``: of the batch's files, as people are told of them.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
         self._first: dict[str, str] = {}
 
     def check(self, row: wire.Request) -> BadRow | None:
         """Remember ``row``, or say that its custom_id is taken."""
         first = self._first.setdefault(row.custom_id, row.job_id)
-        return None if first == row.job_id else duplicate_row(row, first)
+        return None if first == row.job_id else duplicate_row(row, first, self._names)
 
 
-def duplicate_row(row: wire.Request, first_job_id: str) -> BadRow:
-    """The failure of ``row``, whose custom_id belongs to the row with ``first_job_id``."""
+def duplicate_row(row: wire.Request, first_job_id: str, names: Sequence[str]) -> BadRow:
+    """The failure of ``row``, whose custom_id belongs to the row with ``first_job_id``.
+
+    ``names``: of the batch's files; told where there are several.
+    """
     _, file, line = wire.parse_job_id(first_job_id)
-    first = f"line {line}" if file == row.file else f"line {line} of file {file + 1}"
+    other = names[file] if file < len(names) else f"file {file + 1}"  # that nobody submitted: it is forged
+    first = f"line {line}" if file == row.file else f"line {line} of {other}"
     text = f"custom_id {show(row.custom_id)} was first used on {first}, which wins"
     error = RowError("duplicate_custom_id", text, "custom_id")
-    return Place(row.batch_id, row.file, row.line).bad(row.custom_id, error)
+    name = names[row.file] if len(names) > 1 else ""
+    return Place(row.batch_id, row.file, row.line, name).bad(row.custom_id, error)
 
 
 def result_line(result: wire.Result) -> dict[str, Any]:
