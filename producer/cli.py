@@ -432,6 +432,11 @@ def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: boo
         raise UsageError(
             "-o and --errors-file need --wait; without it collect with: producer results BATCH -o OUT"
         )
+    if wait and output.ordered and output.release:
+        raise UsageError(
+            "--release with --ordered makes no room before all is queued: leave out --ordered, or --wait, "
+            "and collect meanwhile with: producer results BATCH --follow --ordered --release -o OUT"
+        )
     if wait and as_json and not output.out:
         raise UsageError("--wait --json needs -o OUT: the results would mix with the JSON on standard output")
     output.check()

@@ -258,7 +258,11 @@ def duplicate_row(row: wire.Request, first_job_id: str, names: Sequence[str]) ->
     other = names[file] if file < len(names) else f"file {file + 1}"  # that nobody submitted: it is forged
     first = f"line {line}" if file == row.file else f"line {line} of {other}"
     text = f"custom_id {show(row.custom_id)} was first used on {first}, which wins"
-    error = RowError("duplicate_custom_id", text, "custom_id")
+    return refused_row(row, RowError("duplicate_custom_id", text, "custom_id"), names)
+
+
+def refused_row(row: wire.Request, error: RowError, names: Sequence[str]) -> BadRow:
+    """The failure of a row that is sound in itself; ``names`` as above."""
     name = names[row.file] if len(names) > 1 else ""
     return Place(row.batch_id, row.file, row.line, name).bad(row.custom_id, error)
 

@@ -17,6 +17,7 @@ from producer import completions, enqueue
 from producer.backlog import ROW_BYTES, Backlog
 from producer.batch import Progress
 from producer.client import Client
+from producer.embedded import EmbeddedRedis
 from producer.store import as_text, ids_key
 
 pytestmark = pytest.mark.redis
@@ -220,3 +221,37 @@ def test_a_batch_is_cancelled_above_maxmemory(
     with limited(connection):
         assert client.cancel("m").cancelled == 3
     assert client.status("m").is_over
+
+
+def test_a_chunk_larger_than_the_room_goes_in_by_parts(
+    client: Client, connection: redis.Redis, tmp_path: Path
+) -> None:
+    """As one transaction it never fits, however much is drained."""
+    path, worker = write(tmp_path / "a.jsonl", noise(100, 40_000)), TinyWorker(connection)
+    room = used(connection) + (3 << 19)  # 1.5 MB, and the rows have 2 MB
+
+    def drain(progress: Progress) -> None:
+        if progress.holding:
+            connection.config_set("maxmemory", 0)
+            worker.run()
+            client.release("m", [result.job_id for result in client.results("m")])
+            connection.config_set("maxmemory", room)
+
+    with limited(connection, room):
+        assert client.submit([path], batch_id="m", on_progress=drain).queued == 100
+
+
+def test_a_row_larger_than_redis_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(enqueue, "REFUSALS", 2)  # redis-py takes a second to word a refusal of this size
+    (large,) = noise(1, 5_600_000)  # half of it packed; an empty Redis takes 1.1 MB
+    path = write(tmp_path / "a.jsonl", [*rows(1), large | {"custom_id": "large"}, *rows(1, 1)])
+    with EmbeddedRedis(extra=("--maxmemory", "3500000")) as server:
+        client = Client(server.url)
+        batch = client.submit([path], batch_id="m")
+        failures = [result.failure for result in client.results("m") if result.failure]
+        with redis.Redis.from_url(server.url) as connection:
+            assert job_ids(connection) == ["m-0-1", "m-0-3"]
+    assert (batch.queued, batch.failed) == (2, 1)
+    assert [failure.code for failure in failures] == ["line_too_long"]
+    assert failures[0].message.startswith("line 2: Redis has no room for a row of this size (5.3 MB)")

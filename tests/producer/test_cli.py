@@ -220,6 +220,7 @@ def test_an_append_only_file_that_is_missing_is_warned_of(
         (["--keep-days", "0"], "--keep-days"),
         (["--release"], "--release needs -o OUT"),
         (["--wait", "--release"], "--release needs -o OUT"),
+        (["--wait", "-o", "out.jsonl", "--ordered", "--release"], "--release with --ordered makes no room"),
         (["--max-queued-bytes", "lots"], "--max-queued-bytes wants a size such as 512M"),
         (["missing.jsonl"], "missing.jsonl: no such file"),
     ],
