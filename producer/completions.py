@@ -30,6 +30,7 @@ PAUSE_SECONDS = 0.1  # after a page that was not full and may not be the last: 3
 START = "0"
 
 Place = tuple[int, int]  # file, line
+NEVER: Place = (-1, -1)  # no row stands there
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +193,13 @@ class InputOrder:
         return ready
 
     def _due(self) -> Place:
-        """The accepted row after the last one given; there is one, since a row that ended was accepted."""
+        """The accepted row after the last one given; NEVER: what is ahead was not accepted, but forged."""
         if self._next is None:
             self._next = next(self._expected, None)
         if self._next is None:
             self._expected = self._accepted_after(*self._after)
-            self._next = next(self._expected)
-        return self._next
+            self._next = next(self._expected, None)
+        return self._next or NEVER
 
     def _accepted_after(self, file: int, line: int) -> Iterator[Place]:
         """Accepted rows as Redis knows them now: one snapshot of all files, for lines are accepted in order.

@@ -348,6 +348,15 @@ def test_ordered_while_files_are_still_queued(
     assert arrived == [f"m-{file}-{line}" for file in range(3) for line in range(1, 26)]
 
 
+def test_ordered_passes_over_the_end_of_a_row_that_nobody_accepted(
+    client: Client, worker: TinyWorker, connection: redis.Redis, submit: Callable[..., Batch]
+) -> None:
+    submit(*rows(3))
+    connection.xadd("livebatch:batch:m:log", {"j": "m-0-999"})
+    worker.run()
+    assert codes(client.results("m", ordered=True, follow=True)) == {"r0": None, "r1": None, "r2": None}
+
+
 # What others do to the jobs in RQ.
 
 
