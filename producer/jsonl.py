@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from producer import fields, wire
 from producer.errors import RowError
-from producer.lines import MAX_LINE_BYTES, Line, Progress, read_lines
+from producer.lines import MAX_LINE_BYTES, Line, OnRead, read_lines
 from producer.rules import clean, refusal, show
 
 Format = Literal["jsonl", "text"]
@@ -73,7 +73,7 @@ def read_rows(
     format: Format = "jsonl",
     many_files: bool = False,
     title: str = "",
-    progress: Progress | None = None,
+    on_read: OnRead | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[wire.Request | BadRow]:
     """Every line of ``path`` that is not blank, in order, as a Request or a BadRow; constant memory.
@@ -84,7 +84,7 @@ def read_rows(
     parse = parse_text if format == "text" else parse_line
     # A file name need not be Unicode, a custom_id must be, and at most 512 characters.
     name = clean(os.fsencode(title or path).decode("utf-8", "replace"), 400) if many_files else ""
-    for line in read_lines(path, title=title, progress=progress, max_line_bytes=max_line_bytes):
+    for line in read_lines(path, title=title, on_read=on_read, max_line_bytes=max_line_bytes):
         if not line.data or line.data.isspace():
             continue
         place = Place(batch_id, file_index, line.number, name)

@@ -75,7 +75,7 @@ def read_all(
             format=format,
             many_files=len(sources) > 1,
             title=source.title,
-            progress=report,
+            on_read=report,
         ):
             has_rows = True
             yield row
