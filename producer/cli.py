@@ -15,23 +15,26 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from producer.errors import LivebatchError, StoreError, UsageError
-from producer.following import Follower, open_sink, queued_line, say
+from producer.connection import redact
+from producer.errors import HalfQueuedError, LivebatchError, StoreError, UsageError
+from producer.following import Follower, queued_line, say
+from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus, Progress
     from producer.client import Client
     from producer.jsonl import BadRow
+    from producer.output import Output
     from producer.progress import Display
 
 
 class Exit(IntEnum):
     OK = 0  # all rows completed; without --wait: all queued
-    FAILED = 1  # some rows failed, were cancelled, or are bad lines
+    FAILED = 1  # some rows failed, were cancelled, are bad lines, or their results are gone
     USAGE = 2
     REDIS = 3  # not reachable, or not usable
     INTERRUPTED = 4  # the batch goes on
@@ -41,7 +44,8 @@ EXIT_CODES = """\b
 Exit codes:
   0  all rows completed; submit without --wait: all are queued;
      results without --follow: of the rows that have ended, all completed
-  1  some rows failed, were cancelled, or (validate, submit) are bad lines
+  1  some rows failed, were cancelled, have no result in Redis any more,
+     or (validate, submit) are bad lines
   2  usage, or a file that cannot be read or written
   3  Redis cannot be reached, or would lose rows
   4  interrupted: the batch goes on, and the message says how to come back
@@ -52,7 +56,7 @@ class InterruptedHereError(LivebatchError):
     """Ctrl-C; the message says how to come back."""
 
 
-SHOWN_PROBLEMS = 20  # bad lines printed before they are only counted
+KEEP_DAYS = 7.0
 MAX_KEEP_DAYS = 3650  # what Redis and RQ can count
 CTRL_C = 130  # Typer's own exit code for it, where no command had anything to add
 
@@ -158,7 +162,9 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     expires_in: ExpiresIn = None,
     retry_failed: RetryFailed = None,
     release: Release = False,
-    keep_days: Annotated[float, typer.Option(min=0.01, help="How long Redis keeps a row's result.")] = 7.0,
+    keep_days: Annotated[
+        float, typer.Option(min=0.01, help="How long Redis keeps a row's result.")
+    ] = KEEP_DAYS,
     as_json: Json = False,
     redis: Redis = None,
 ) -> None:
@@ -172,24 +178,22 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     producer submit huge.jsonl --max-queued-bytes 1G --wait -o out.jsonl --release
     """
     from producer.client import Client, new_batch_id
-    from producer.output import Style
+    from producer.output import Output
     from producer.sizes import parse_bytes
 
-    _check_submit_flags(wait, out, errors_file, as_json, bool(files or retry_failed))
-    _check_release(release, out)
+    output = Output(out, ordered, flat, errors_file, release)
+    _check_submit_flags(output, wait, as_json, bool(files or retry_failed))
     most = None if max_queued_bytes is None else parse_bytes(max_queued_bytes, "--max-queued-bytes")
     client = Client(redis, keep_seconds=_keep_seconds(keep_days))
     batch_id = new_batch_id() if batch_id is None else batch_id
     options: dict[str, Any] = {"batch_id": batch_id, "queue": queue, "format": format}
     options["retry_failed"] = retry_failed
-    again = ["producer", "submit", *(files or []), *_flags(**options, max_queued_bytes=max_queued_bytes)]
-    flags = _output_flags(out, ordered, flat, errors_file, release)
-    collect = ["producer", "results", batch_id, "--follow", *flags]
-    with (
-        open_sink(out, batch_id, Style(ordered, flat), errors_file) as sink,
-        _display(out or not wait) as show,
-    ):
-        follower = Follower(client, batch_id, sink, show, release)
+    kept = None if keep_days == KEEP_DAYS else f"{keep_days:g}"
+    rest = _flags(**options, max_queued_bytes=max_queued_bytes, keep_days=kept, redis=_shown(redis))
+    again = ["producer", "submit", *(files or []), *rest]
+    collect = ["producer", "results", batch_id, "--follow", *output.flags(), *_flags(redis=_shown(redis))]
+    with output.open(batch_id) as sink, _display(out or not wait) as show:
+        follower = Follower(client, batch_id, output, sink, show)
         with _interruptible(f"queue the rest with: {shlex.join(again)}"):
             options |= {"strict": strict, "max_queued_bytes": most, "expires_in": _seconds(expires_in)}
             gather = follower.gather if wait and out and not ordered else None
@@ -197,12 +201,12 @@ def submit(  # noqa: PLR0917 - Typer passes by name
         if wait:
             say(f"batch {batch_id}: {queued_line(batch)}")
             with _interruptible(f"batch {batch_id} goes on; come back with: {shlex.join(collect)}"):
-                follower.run(follow=True, ordered=ordered)
+                follower.run(follow=True)
     if not wait:
         _report_queued(batch, shlex.join(collect), as_json)
     status = client.status(batch_id)
-    say(follower.summary(status, out, errors_file))
-    _finish(status, as_json)
+    say(follower.summary(status))
+    _finish(status, follower.failed, as_json)
 
 
 def _queue(
@@ -219,7 +223,7 @@ def _queue(
         if gather:
             gather()
 
-    bad = _Problems().add
+    bad = Problems().add
     return client.submit(files, **options, on_progress=progressed, on_bad=bad, on_warning=_warn)
 
 
@@ -243,23 +247,24 @@ def results(  # noqa: PLR0917 - Typer passes by name
     producer results BATCH --flat | head
     """
     from producer.client import Client
-    from producer.output import Style
+    from producer.output import Output
 
-    _check_release(release, out)
+    output = Output(out, ordered, flat, errors_file, release)
+    output.check()
     client = Client(redis)
     client.status(batch)  # no such batch: no output file
     with (
         _interruptible(f"batch {batch} goes on; run the same command again to go on"),
-        open_sink(out, batch, Style(ordered, flat), errors_file) as sink,
+        output.open(batch) as sink,
         _display(out) as show,
     ):
-        follower = Follower(client, batch, sink, show, release)
-        follower.run(follow=follow, ordered=ordered)
+        follower = Follower(client, batch, output, sink, show)
+        follower.run(follow=follow)
     status = client.status(batch)
-    say(follower.summary(status, out, errors_file))
+    say(follower.summary(status))
     if status.waiting and not follow:
         say(f"{status.waiting:,} rows have not ended yet: add --follow to wait for them")
-    _finish(status)
+    _finish(status, follower.failed)
 
 
 @app.command()
@@ -341,12 +346,12 @@ def validate(
     """
     from producer.client import Client
 
-    problems = _Problems(sys.maxsize if show_all else SHOWN_PROBLEMS, sys.stdout)
+    problems = Problems(sys.maxsize if show_all else SHOWN_PROBLEMS, sys.stdout)
     listed: list[BadRow] = []
     on_bad = listed.append if as_json else problems.add
     checked = Client().validate(files, format=format, on_bad=on_bad, on_warning=_warn)
     if as_json:
-        shown = list(map(_problem_fields, listed))
+        shown = list(map(problem_fields, listed))
         _print_json({"rows": checked.rows, "bad": checked.bad, "problems": shown})
     else:
         problems.tell_rest("--all prints every one")
@@ -396,10 +401,13 @@ def _display(stdout_is_free: object) -> Display:
 
 @contextmanager
 def _interruptible(hint: str) -> Iterator[None]:
+    """Whatever ends it in the middle, ``hint`` says how to go on."""
     try:
         yield
     except KeyboardInterrupt:
         raise InterruptedHereError(f"interrupted; {hint}") from None
+    except HalfQueuedError as error:
+        raise StoreError(f"{error}; {hint}") from error
 
 
 def _seconds(hours: float | None) -> float | None:
@@ -412,22 +420,26 @@ def _flags(**values: str | None) -> list[str]:
     return [word for pair in given for word in pair]
 
 
-def _check_submit_flags(
-    wait: bool, out: Path | None, errors: Path | None, as_json: bool, has_rows: bool
-) -> None:
+def _shown(url: str | None) -> str | None:
+    """The URL in a command that may be copied; *** stands for what is not to be printed."""
+    return None if url is None else redact(url) + "?***" * ("?" in url)
+
+
+def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: bool) -> None:
     if not has_rows:
         raise UsageError('name the files to submit, "-" for standard input, or --retry-failed BATCH')
-    if not wait and (out or errors):
+    if not wait and (output.out or output.errors):
         raise UsageError(
             "-o and --errors-file need --wait; without it collect with: producer results BATCH -o OUT"
         )
-    if wait and as_json and not out:
+    if wait and output.ordered and output.release:
+        raise UsageError(
+            "--release with --ordered makes no room before all is queued: leave out --ordered, or --wait, "
+            "and collect meanwhile with: producer results BATCH --follow --ordered --release -o OUT"
+        )
+    if wait and as_json and not output.out:
         raise UsageError("--wait --json needs -o OUT: the results would mix with the JSON on standard output")
-
-
-def _check_release(release: bool, out: Path | None) -> None:
-    if release and out is None:
-        raise UsageError("--release needs -o OUT: what is only printed could be lost on its way")
+    output.check()
 
 
 def _keep_seconds(days: float) -> int:
@@ -436,10 +448,10 @@ def _keep_seconds(days: float) -> int:
     return round(days * 86_400)
 
 
-def _finish(status: BatchStatus, as_json: bool = False) -> NoReturn:
+def _finish(status: BatchStatus, read_as_failed: int, as_json: bool = False) -> NoReturn:
     if as_json:
         _print_json(status.to_dict())
-    raise typer.Exit(Exit.FAILED if status.failed or status.cancelled else Exit.OK)
+    raise typer.Exit(Exit.FAILED if status.failed or status.cancelled or read_as_failed else Exit.OK)
 
 
 def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:
@@ -449,42 +461,6 @@ def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:
         print(batch.id)
         say(f"{queued_line(batch)}. Collect with: {come_back}")
     raise typer.Exit(Exit.FAILED if batch.failed else Exit.OK)
-
-
-def _output_flags(
-    out: Path | None, ordered: bool, flat: bool, errors: Path | None, release: bool
-) -> list[str]:
-    """The flags under which another command goes on with the same output."""
-    words = ["-o", str(out)] if out else []
-    words += ["--errors-file", str(errors)] if errors else []
-    return words + ["--ordered"] * ordered + ["--flat"] * flat + ["--release"] * release
-
-
-class _Problems:
-    """Bad lines as they are found, printed up to ``most`` of them, then counted."""
-
-    def __init__(self, most: int = SHOWN_PROBLEMS, stream: TextIO | None = None) -> None:
-        self._left = most
-        self._more = 0
-        self._stream = stream
-
-    def add(self, bad: BadRow) -> None:
-        if self._left:
-            self._left -= 1
-            self._print(f"{bad.failure.message} ({bad.failure.code})")
-        else:
-            self._more += 1
-
-    def tell_rest(self, how: str) -> None:
-        if self._more:
-            self._print(f"... and {self._more:,} more ({how})")
-
-    def _print(self, text: str) -> None:
-        print(text, file=self._stream or sys.stderr, flush=True)
-
-
-def _problem_fields(bad: BadRow) -> dict[str, Any]:
-    return {"file": bad.file, "line": bad.line, "custom_id": bad.custom_id, **asdict(bad.failure)}
 
 
 def _warn(text: str) -> None:

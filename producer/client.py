@@ -13,13 +13,14 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from producer import connection
 from producer.batch import KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
-from producer.errors import UsageError
+from producer.errors import HalfQueuedError, StoreError, UsageError
 from producer.store import DEFAULT_QUEUE, Store
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Client:
         ``expires_in``: seconds from now after which rows that have not ended end as "batch_expired".
         ``retry_failed``: a batch that is over; only its rows without an answer are queued, bad lines left
         out. ``files`` may then be empty: those it was made of.
+        Raises HalfQueuedError, a StoreError that names the batch, when Redis fails in the middle.
         ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server.
         """
         from producer import sources
@@ -284,11 +286,13 @@ class Client:
         record = replace(record, expires=expires, retries=retries)
         with connection.explained(self.url):
             wanted = None if retries is None else self._failed_rows(retries, record)
-            _require_same(self._store.create(record), record)
+        with _named(record.id), connection.explained(self.url):
+            standing = self._store.create(record)
+            _require_same(standing, record)
             rows = read_all(found, record.id, format, on_warning, progress)
             if wanted is not None:
                 rows = (row for row in good_rows(rows) if (row.file, row.line) in wanted)
-            self._enqueue(record, rows, progress, on_progress, max_queued_bytes)
+            self._enqueue(standing, rows, progress, on_progress, max_queued_bytes)
             if stamps != list(map(sources.stamp, found)):
                 raise UsageError(CHANGED.format(id=record.id))
             self._store.set_state(record.id, "closed")
@@ -322,6 +326,15 @@ CHANGED = (
     "the input changed while it was read; what was read is queued as batch {id}, which stays open. "
     "Cancel it (producer cancel {id}) and submit the finished file"
 )
+
+
+@contextmanager
+def _named(batch_id: str) -> Iterator[None]:
+    """Who did not choose the batch's id must learn it when Redis fails: else all rows are queued again."""
+    try:
+        yield
+    except StoreError as error:
+        raise HalfQueuedError(f"{error}; batch {batch_id} may hold only some of its rows") from error
 
 
 def _check_names(batch_id: str, queue: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ PAUSE_SECONDS = 0.1  # after a page that was not full and may not be the last: 3
 START = "0"
 
 Place = tuple[int, int]  # file, line
+NEVER: Place = (-1, -1)  # no row stands there
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +47,21 @@ def pages(store: Store, record: Record, cursor: str, *, follow: bool) -> Iterato
 
     ``follow``: until the batch is over; about once a second a page may be empty, with a fresh status.
     """
+    names = Names(store, record)
     for entries, status in _log(store, record, cursor, follow):
         cursor = entries[-1].cursor if entries else cursor
-        yield Page(fetch(store, record, entries), cursor, status)
+        yield Page(fetch(store, names, entries), cursor, status)
 
 
 def ordered_pages(store: Store, record: Record, cursor: str, *, follow: bool) -> Iterator[Page]:
     """Results in input order. The cursor is the place of the last row given ("{file}-{line}"), or START."""
-    order = InputOrder(store, record, _place(cursor))
+    order, names = InputOrder(store, record, _place(cursor)), Names(store, record)
     for entries, status in _log(store, record, START, follow):
         ready = order.arrange(entries)
         for start in range(0, max(1, len(ready)), PAGE_ROWS):
             part = ready[start : start + PAGE_ROWS]
             cursor = "{}-{}".format(*_place_of(part[-1])) if part else cursor
-            yield Page(fetch(store, record, part), cursor, status)
+            yield Page(fetch(store, names, part), cursor, status)
 
 
 def _log(
@@ -100,7 +102,7 @@ def failed(store: Store, record: Record) -> set[Place]:
     return found
 
 
-def fetch(store: Store, record: Record, entries: Sequence[LogEntry]) -> list[Result]:
+def fetch(store: Store, names: Names, entries: Sequence[LogEntry]) -> list[Result]:
     """The results of these log entries, in their order. One round trip for all that lie in RQ."""
     distant = [entry.job_id for entry in entries if entry.inline is None]
     with store.connection.pipeline(transaction=False) as pipe:
@@ -111,10 +113,10 @@ def fetch(store: Store, record: Record, entries: Sequence[LogEntry]) -> list[Res
         raise away[0]
     streams = dict(zip(distant, answers, strict=True))
     found = [_decode(entry, streams.get(entry.job_id)) for entry in entries]
-    nameless = [what.job_id for what in found if what.custom_id == what.job_id]
-    names = _custom_ids(store, record, nameless) if nameless else {}
+    names.learn({what.job_id for what in found if what.custom_id == what.job_id})
     return [
-        replace(what, custom_id=names.get(what.job_id, what.custom_id)) if names else what for what in found
+        replace(what, custom_id=names.of(what.job_id)) if what.custom_id == what.job_id else what
+        for what in found
     ]
 
 
@@ -159,15 +161,34 @@ def _failed(job_id: str, code: str, message: str) -> Result:
     )
 
 
-def _custom_ids(store: Store, record: Record, job_ids: Sequence[str]) -> dict[str, str]:
-    """The custom ids of rows without a result that says it: one walk over the batch's ids."""
-    names = dict.fromkeys(job_ids, "")
-    pairs: Any = store.connection.hscan_iter(ids_key(record.id), count=PAGE_ROWS)
-    for name, place in pairs:
-        job_id = f"{record.id}-{as_text(place)}"
-        if job_id in names:
-            names[job_id] = as_text(name)
-    return {job_id: name or job_id for job_id, name in names.items()}
+class Names:
+    """Custom ids of rows whose results do not say them, for one reader of the batch."""
+
+    def __init__(self, store: Store, record: Record) -> None:
+        self._store = store
+        self._record = record
+        self._known: dict[str, str] = {}  # by job id
+        self._has_walked = False
+
+    def of(self, job_id: str) -> str:
+        """The row's custom id; its job id where nobody knows it."""
+        return self._known.get(job_id, job_id)
+
+    def learn(self, job_ids: Set[str]) -> None:
+        """Walk over the batch's ids for those not known yet.
+
+        A second walk keeps all it sees: it is a batch read after its release, where every row is such.
+        """
+        wanted = job_ids - self._known.keys()
+        if not wanted:
+            return
+        self._known.update({job_id: job_id for job_id in wanted})  # whom nobody knows is not sought again
+        pairs: Any = self._store.connection.hscan_iter(ids_key(self._record.id), count=PAGE_ROWS)
+        for name, place in pairs:
+            job_id = f"{self._record.id}-{as_text(place)}"
+            if self._has_walked or job_id in wanted:
+                self._known[job_id] = as_text(name)
+        self._has_walked = True
 
 
 class InputOrder:
@@ -192,13 +213,13 @@ class InputOrder:
         return ready
 
     def _due(self) -> Place:
-        """The accepted row after the last one given; there is one, since a row that ended was accepted."""
+        """The accepted row after the last one given; NEVER: what is ahead was not accepted, but forged."""
         if self._next is None:
             self._next = next(self._expected, None)
         if self._next is None:
             self._expected = self._accepted_after(*self._after)
-            self._next = next(self._expected)
-        return self._next
+            self._next = next(self._expected, None)
+        return self._next or NEVER
 
     def _accepted_after(self, file: int, line: int) -> Iterator[Place]:
         """Accepted rows as Redis knows them now: one snapshot of all files, for lines are accepted in order.

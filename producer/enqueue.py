@@ -21,9 +21,10 @@ from rq.job import Job
 from producer.backlog import ROW_BYTES, Backlog
 from producer.batch import Progress, Record
 from producer.connection import MEMORY_FULL, memory_used
-from producer.errors import UsageError
-from producer.jsonl import BadRow, duplicate_row
+from producer.errors import RowError, UsageError
+from producer.jsonl import BadRow, duplicate_row, refused_row
 from producer.rules import clean
+from producer.sizes import show_bytes
 from producer.store import Serializer, Store, as_text, batch_key, counts_key, ids_key, lines_key
 from producer.wire import FUNCTION, Request, Result
 
@@ -32,6 +33,8 @@ Row = Request | BadRow
 CHUNK_ROWS = 500  # one MULTI: 20,000 rows would block every other client for 84 ms, 500 for about 2
 CHUNK_BYTES = 8 << 20  # of prompts; a thousand 1 MB prompts must not become one transaction
 HOLD_SECONDS = 0.2  # between looks at a full Redis
+ROOMY = 0.5  # of maxmemory; a row that is refused with less in use, so many times in a row, is too large
+REFUSALS = 3
 NEARLY_FULL = "Redis is nearly full: waiting for room, which results collected with --release make"
 FOREVER = Retry(max=10**6)  # only we fail rows: a lease that ran out must never end one
 
@@ -91,16 +94,41 @@ class Enqueuer:
         Raises UsageError when the batch was cancelled meanwhile. Safe to repeat: after a lost connection the
         accepted lines tell whether the transaction had happened.
         """
-        while why := self._why_hold(chunk):
-            self._hold(why)
+        refusals = 0
+        while True:
+            while why := self._why_hold(chunk):
+                self._hold(why)
+            try:
+                return self._transact(chunk)
+            except OutOfMemoryError:  # though there was room a moment ago
+                if len(chunk) > 1:
+                    return self._halves(chunk)
+            refusals += memory_used(self._store.connection) < ROOMY
+            if refusals == REFUSALS:
+                chunk = [self._too_large(row) for row in chunk]
+            self._hold(NEARLY_FULL)
+
+    def _transact(self, chunk: Sequence[Row]) -> Progress:
         while True:
             with self._store.connection.pipeline() as pipe:
                 try:
                     return self._attempt(pipe, chunk)
                 except WatchError:  # another producer of this batch, a cancel, or a lost connection
                     continue
-                except OutOfMemoryError:
-                    self._hold(NEARLY_FULL)
+
+    def _halves(self, chunk: Sequence[Row]) -> Progress:
+        """In two transactions, of which one may fit where both together did not."""
+        middle = len(chunk) // 2
+        done = self.add(chunk[:middle])
+        done.add(self.add(chunk[middle:]))
+        return done
+
+    def _too_large(self, row: Row) -> Row:
+        """A row that found no room in a Redis that has some is a bad row: others behind it do not wait."""
+        if isinstance(row, BadRow):
+            return row
+        text = f"Redis has no room for a row of this size ({show_bytes(_weight(row))}) in its maxmemory"
+        return refused_row(row, RowError("line_too_long", text), self._titles)
 
     def _why_hold(self, chunk: Sequence[Row]) -> str:
         """What to wait for before the chunk is added; "" for nothing."""
@@ -160,7 +188,7 @@ class Enqueuer:
             if first == request.job_id:
                 good.append(request)
             else:
-                bad.append(duplicate_row(request, first))
+                bad.append(duplicate_row(request, first, self._titles))
         return good, [row.result(int(time.time())) for row in bad]
 
     def _taken(self, pipe: Pipeline, names: Sequence[str]) -> dict[str, str]:

@@ -30,3 +30,7 @@ class UsageError(LivebatchError):
 
 class StoreError(LivebatchError):
     """Redis cannot be reached, refuses, or is set up in a way that would lose work."""
+
+
+class HalfQueuedError(StoreError):
+    """Redis failed while rows were queued. The message names the batch: under its id the rest can follow."""

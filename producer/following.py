@@ -9,20 +9,14 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from producer.errors import UsageError
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus
     from producer.client import Client
     from producer.completions import Page
-    from producer.output import ResultFile, Style
+    from producer.output import Output, ResultFile, Stdout
     from producer.progress import Display
-    from producer.wire import Result
 
 NO_WORKER_SECONDS = 30.0  # of following, then we look whether anybody serves the queue: models load slowly
 COMMON_CODES = 5  # kinds of failures named in the last line
@@ -33,66 +27,32 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class Stdout:
-    """Result lines on standard output."""
-
-    cursor: str | None = None
-
-    def __init__(self, style: Style) -> None:
-        self._style = style
-
-    def expect(self, created: float) -> None:
-        """Nothing: what was printed before is not known here."""
-
-    def write(self, results: Sequence[Result], cursor: str) -> None:
-        for result in results:
-            sys.stdout.buffer.write(self._style.line(result))
-        sys.stdout.buffer.flush()
-
-
-@contextmanager
-def open_sink(
-    out: Path | None, batch_id: str, style: Style, errors: Path | None
-) -> Iterator[ResultFile | Stdout]:
-    """Where result lines go; a file that cannot be written is found here, before anything is queued."""
-    from producer.output import ResultFile
-
-    if out is None:
-        if errors is not None:
-            raise UsageError("--errors-file splits failed rows off a results file: give one with -o")
-        yield Stdout(style)
-    else:
-        with ResultFile(out, batch_id, style, errors) as sink:
-            yield sink
-
-
 class Follower:
     """Writes a batch's results to ``sink``, shows progress, and remembers what the failures were.
 
-    ``release``: what is written is deleted from Redis.
+    ``output`` says in which order they come, and whether what is written is deleted from Redis.
     """
 
     def __init__(
         self,
         client: Client,
         batch_id: str,
+        output: Output,
         sink: ResultFile | Stdout,
         show: Display,
-        release: bool = False,
     ) -> None:
         self._client = client
-        self._release = release
         self._batch_id = batch_id
+        self._output = output
         self._sink = sink
         self._show = show
         self._failures: Counter[str] = Counter()
 
-    def run(self, *, follow: bool, ordered: bool) -> None:
+    def run(self, *, follow: bool) -> None:
         """To the end of what there is, or with ``follow`` of the batch."""
         look_at = time.monotonic() + NO_WORKER_SECONDS
-        for page in self._client.pages(
-            self._batch_id, follow=follow, ordered=ordered, cursor=self._sink.cursor
-        ):
+        ordered, cursor = self._output.ordered, self._sink.cursor
+        for page in self._client.pages(self._batch_id, follow=follow, ordered=ordered, cursor=cursor):
             self._take(page)
             self._show.running(page.status)
             if page.status.waiting and time.monotonic() > look_at:
@@ -104,30 +64,33 @@ class Follower:
         for page in self._client.pages(self._batch_id, cursor=self._sink.cursor):
             self._take(page)
 
-    def summary(self, status: BatchStatus, out: Path | None, errors: Path | None) -> str:
+    @property
+    def failed(self) -> int:
+        """Rows that came as failures: also those that completed, and whose results Redis has no longer."""
+        return self._failures.total()
+
+    def summary(self, status: BatchStatus) -> str:
         """``20 completed, 4 failed -> results.jsonl``, and which failures those were."""
         counts = f"{status.completed:,} completed, {status.failed:,} failed"
         counts += f", {status.cancelled:,} cancelled" if status.cancelled else ""
-        where = f" -> {out}" if out else ""
-        where += f", failed rows -> {errors}" if errors else ""
-        return f"{counts}{where}{self._reasons(status)}"
+        return f"{counts}{self._output.where}{self._reasons(status)}"
 
     def _take(self, page: Page) -> None:
         self._sink.expect(page.status.created)
         self._sink.write(page.results, page.cursor)
         self._failures.update(result.failure.code for result in page.results if result.failure)
-        if self._release:  # a kill before this leaves one page to its TTL
+        if self._output.release:  # a kill before this leaves one page to its TTL
             self._client.release(self._batch_id, [result.job_id for result in page.results])
 
     def _reasons(self, status: BatchStatus) -> str:
         if not self._failures:
             return ""
-        common, total = self._failures.most_common(COMMON_CODES), self._failures.total()
+        common = self._failures.most_common(COMMON_CODES)
         codes = [f"{count:,} {code}" for code, count in common]
-        if others := total - sum(count for _, count in common):
+        if others := self.failed - sum(count for _, count in common):
             codes.append(f"{others:,} others")
-        seen_all = total >= status.failed + status.cancelled
-        return f"\nfailed{'' if seen_all else ' in this run'}: {', '.join(codes)}"
+        is_all = self.failed == status.failed + status.cancelled
+        return f"\nfailed{'' if is_all else ' in this run'}: {', '.join(codes)}"
 
     def _look_for_workers(self, status: BatchStatus) -> None:
         if any(worker.serves(status.queue) for worker in self._client.workers()):

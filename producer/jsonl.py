@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from producer import fields, wire
 from producer.errors import RowError
-from producer.lines import MAX_LINE_BYTES, Line, Progress, read_lines
+from producer.lines import MAX_LINE_BYTES, Line, OnRead, read_lines
 from producer.rules import clean, refusal, show
 
 Format = Literal["jsonl", "text"]
@@ -73,18 +73,18 @@ def read_rows(
     format: Format = "jsonl",
     many_files: bool = False,
     title: str = "",
-    progress: Progress | None = None,
+    on_read: OnRead | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[wire.Request | BadRow]:
     """Every line of ``path`` that is not blank, in order, as a Request or a BadRow; constant memory.
 
-    ``format`` text: each line is a prompt. Raises UsageError when the file cannot be read (lines.read_lines,
-    which takes ``title``).
+    ``format`` text: each line is a prompt. ``title``: what people call the file, where that is not its path.
+    Raises UsageError when the file cannot be read (lines.read_lines).
     """
     parse = parse_text if format == "text" else parse_line
     # A file name need not be Unicode, a custom_id must be, and at most 512 characters.
-    name = clean(os.fsencode(path).decode("utf-8", "replace"), 400) if many_files else ""
-    for line in read_lines(path, title=title, progress=progress, max_line_bytes=max_line_bytes):
+    name = clean(os.fsencode(title or path).decode("utf-8", "replace"), 400) if many_files else ""
+    for line in read_lines(path, title=title, on_read=on_read, max_line_bytes=max_line_bytes):
         if not line.data or line.data.isspace():
             continue
         place = Place(batch_id, file_index, line.number, name)
@@ -234,24 +234,37 @@ def _too_long(line: Line, place: Place, max_line_bytes: int) -> BadRow:
 
 
 class Duplicates:
-    """Which custom_ids a batch has used: the first row of an id wins. For checks without a store."""
+    """Which custom_ids a batch has used: the first row of an id wins. For checks without a store.
 
-    def __init__(self) -> None:
+    ``names``: of the batch's files, as people are told of them.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
         self._first: dict[str, str] = {}
 
     def check(self, row: wire.Request) -> BadRow | None:
         """Remember ``row``, or say that its custom_id is taken."""
         first = self._first.setdefault(row.custom_id, row.job_id)
-        return None if first == row.job_id else duplicate_row(row, first)
+        return None if first == row.job_id else duplicate_row(row, first, self._names)
 
 
-def duplicate_row(row: wire.Request, first_job_id: str) -> BadRow:
-    """The failure of ``row``, whose custom_id belongs to the row with ``first_job_id``."""
+def duplicate_row(row: wire.Request, first_job_id: str, names: Sequence[str]) -> BadRow:
+    """The failure of ``row``, whose custom_id belongs to the row with ``first_job_id``.
+
+    ``names``: of the batch's files; told where there are several.
+    """
     _, file, line = wire.parse_job_id(first_job_id)
-    first = f"line {line}" if file == row.file else f"line {line} of file {file + 1}"
+    other = names[file] if file < len(names) else f"file {file + 1}"  # that nobody submitted: it is forged
+    first = f"line {line}" if file == row.file else f"line {line} of {other}"
     text = f"custom_id {show(row.custom_id)} was first used on {first}, which wins"
-    error = RowError("duplicate_custom_id", text, "custom_id")
-    return Place(row.batch_id, row.file, row.line).bad(row.custom_id, error)
+    return refused_row(row, RowError("duplicate_custom_id", text, "custom_id"), names)
+
+
+def refused_row(row: wire.Request, error: RowError, names: Sequence[str]) -> BadRow:
+    """The failure of a row that is sound in itself; ``names`` as above."""
+    name = names[row.file] if len(names) > 1 else ""
+    return Place(row.batch_id, row.file, row.line, name).bad(row.custom_id, error)
 
 
 def result_line(result: wire.Result) -> dict[str, Any]:

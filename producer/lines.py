@@ -28,7 +28,7 @@ UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 GZIP_MAGIC = b"\x1f\x8b"
 
-Progress = Callable[[int, int | None], None]  # bytes of the file read so far, its size (None: unknown)
+OnRead = Callable[[int, int | None], None]  # bytes of the file read so far, its size (None: unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def read_lines(
     path: str,
     *,
     title: str = "",
-    progress: Progress | None = None,
+    on_read: OnRead | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Line]:
     """The lines of a file, of gzip data, or of stdin (``-``), in constant memory.
@@ -77,8 +77,8 @@ def read_lines(
             for line in _split(source.stream, max_line_bytes):
                 number = line.number
                 yield _without_mark(line, title) if number == 1 else line
-                source.report(len(line.data), progress)
-            source.report(None, progress)
+                source.report(len(line.data), on_read)
+            source.report(None, on_read)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(f"{title}: the gzip data is damaged after line {number} ({error})") from error
     except OSError as error:
@@ -105,16 +105,16 @@ class _Source:
         unzipped = stack.enter_context(gzip.GzipFile(fileobj=buffered))
         return cls(cast(BinaryIO, stack.enter_context(io.BufferedReader(unzipped, 2**20))), raw)
 
-    def report(self, num_bytes: int | None, progress: Progress | None) -> None:
-        """Count ``num_bytes`` (None: the end) and tell ``progress`` now and then."""
+    def report(self, num_bytes: int | None, on_read: OnRead | None) -> None:
+        """Count ``num_bytes`` (None: the end) and tell ``on_read`` now and then."""
         self.consumed += num_bytes or 0
-        if progress is None or (num_bytes is not None and self.consumed - self.reported < REPORT_BYTES):
+        if on_read is None or (num_bytes is not None and self.consumed - self.reported < REPORT_BYTES):
             return
         self.reported = self.consumed
         if self.raw is None:
-            progress(self.consumed, None)
+            on_read(self.consumed, None)
         else:
-            progress(self.raw.tell(), os.fstat(self.raw.fileno()).st_size)
+            on_read(self.raw.tell(), os.fstat(self.raw.fileno()).st_size)
 
 
 def _split(stream: BinaryIO, cap: int) -> Iterator[Line]:

@@ -1,8 +1,8 @@
-"""Result lines on disk, each row once, across kills: OUT, and OUT.cursor beside it.
+"""Where result lines go: to standard output, or on disk, each row once, across kills.
 
-Owns both files. OUT.cursor says how many bytes of OUT are settled and where in the batch to read on; whatever
-stands in OUT beyond them was cut off by a crash, is dropped, and comes again. Lines reach the disk before the
-cursor moves. Must not know Redis.
+Owns the flags that say so, OUT, and OUT.cursor beside it, which says how many bytes of OUT are settled and
+where in the batch to read on; whatever stands in OUT beyond them was cut off by a crash, is dropped, and
+comes again. Lines reach the disk before the cursor moves. Must not know Redis.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import fcntl
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,60 @@ class Style:
 
     def line(self, result: Result) -> bytes:
         return encode_line(flat_line(result) if self.flat else result_line(result))
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a command's result lines go, and how, as its flags say."""
+
+    out: Path | None = None  # None: standard output
+    ordered: bool = False
+    flat: bool = False
+    errors: Path | None = None
+    release: bool = False
+
+    def check(self) -> None:
+        """Raises UsageError where flags do not go together."""
+        if self.errors is not None and self.out is None:
+            raise UsageError("--errors-file splits failed rows off a results file: give one with -o")
+        if self.release and self.out is None:
+            raise UsageError("--release needs -o OUT: what is only printed could be lost on its way")
+
+    def flags(self) -> list[str]:
+        """Those under which another command goes on with the same output."""
+        words = ["-o", str(self.out)] if self.out else []
+        words += ["--errors-file", str(self.errors)] if self.errors else []
+        return words + ["--ordered"] * self.ordered + ["--flat"] * self.flat + ["--release"] * self.release
+
+    def open(self, batch_id: str) -> AbstractContextManager[ResultFile | Stdout]:
+        """A file that cannot be written is found here, before anything is queued."""
+        style = Style(self.ordered, self.flat)
+        if self.out is None:
+            return nullcontext(Stdout(style))
+        return ResultFile(self.out, batch_id, style, self.errors)
+
+    @property
+    def where(self) -> str:
+        """`` -> results.jsonl``, for the end of a sentence; nothing for standard output."""
+        where = f" -> {self.out}" if self.out else ""
+        return where + (f", failed rows -> {self.errors}" if self.errors else "")
+
+
+class Stdout:
+    """Result lines on standard output."""
+
+    cursor: str | None = None
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+
+    def expect(self, created: float) -> None:
+        """Nothing: what was printed before is not known here."""
+
+    def write(self, results: Sequence[Result], cursor: str) -> None:
+        for result in results:
+            sys.stdout.buffer.write(self._style.line(result))
+        sys.stdout.buffer.flush()
 
 
 @dataclass(slots=True)

@@ -61,12 +61,19 @@ local function log_rows(batch, prompt_tokens, completion_tokens, from, till, row
 end
 """
 
+_UNBLOCK = """
+-- A Redis above its maxmemory lets a script write only if it has written already, and this counts. Batches
+-- are closed and cancelled there, and lost rows ended: else no reader comes to an end, and none releases.
+redis.call('EXPIRE', KEYS[1] .. ':nothing', 1)
+"""
+
 # ARGV: (job id, outcome, result) for each row, none of them completed. Returns the rows ended.
 LOG = LOG_ROWS + "return log_rows(KEYS[1], 0, 0, '', '', ARGV)"
 
 # ARGV: the state wanted. Nothing but an open batch changes state. Returns the state it is in now, or nothing.
 SET_STATE = (
     LOG_ROWS
+    + _UNBLOCK
     + """
 if redis.call('HGET', KEYS[1], 'state') == 'open' or
    (ARGV[1] == 'cancelled' and redis.call('HGET', KEYS[1], 'state') == 'closed') then
@@ -110,6 +117,7 @@ return found
 # left alone. A queued job becomes RQ's "canceled"; its id stays in the queue's list until a worker drops it.
 END = (
     LOG_ROWS
+    + _UNBLOCK
     + _JOB
     + """
 local ended = 0

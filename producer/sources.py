@@ -1,4 +1,4 @@
-"""Input files before their lines are read: patterns expanded, stdin kept, contents known by their digest.
+"""Input files before their lines are read: patterns expanded, pipes kept, contents known by their digest.
 
 Owns finding files and saying which is missing. What stands in them is jsonl.py's.
 """
@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from producer.lines import STDIN, STDIN_TITLE, check_readable
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An input file: as the batch's record names it, and where its bytes lie (stdin's are a copy)."""
+    """An input file: as the batch's record names it, and where its bytes lie (a pipe's are a copy)."""
 
     name: str
     path: str
@@ -53,16 +53,23 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 @contextmanager
 def readable_twice(names: Sequence[str]) -> Iterator[list[Source]]:
-    """The same files, stdin copied to a temporary one: its digest is taken before its first row is queued."""
-    if list(names) != [STDIN]:
-        yield [Source(name, name) for name in names]
-        return
-    with tempfile.NamedTemporaryFile(prefix="livebatch-stdin-") as copy:
-        source = Source(STDIN, copy.name)
-        with _readable(source):
-            shutil.copyfileobj(sys.stdin.buffer, copy)
-            copy.flush()
-        yield [source]
+    """The same files, standard input and pipes copied: a digest is taken before the first row is queued."""
+    with ExitStack() as stack:
+        yield [Source(name, name if _is_file(name) else _copy(name, stack)) for name in names]
+
+
+def _is_file(name: str) -> bool:
+    return name != STDIN and Path(name).is_file()
+
+
+def _copy(name: str, stack: ExitStack) -> str:
+    """What can be read only once in a temporary file, until ``stack`` ends; that file's name."""
+    copy = stack.enter_context(tempfile.NamedTemporaryFile(prefix="livebatch-input-"))  # noqa: SIM115
+    with _readable(Source(name, copy.name)), ExitStack() as opened:
+        once = sys.stdin.buffer if name == STDIN else opened.enter_context(Path(name).open("rb"))
+        shutil.copyfileobj(once, copy)
+        copy.flush()
+    return copy.name
 
 
 def digest(source: Source) -> SourceFile:

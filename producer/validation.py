@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from producer.batch import Progress
 from producer.errors import UsageError
 from producer.jsonl import BadRow, Duplicates, Format, read_rows
+from producer.rules import clean
 from producer.sources import Source
 from producer.wire import Request
 
@@ -74,7 +75,7 @@ def read_all(
             format=format,
             many_files=len(sources) > 1,
             title=source.title,
-            progress=report,
+            on_read=report,
         ):
             has_rows = True
             yield row
@@ -89,7 +90,7 @@ def validate(
     on_warning: Callable[[str], None],
 ) -> Validation:
     """Read everything; ``on_bad`` gets each bad row, a custom_id's second use among them."""
-    found, duplicates = Validation(), Duplicates()
+    found, duplicates = Validation(), Duplicates([clean(source.title, 400) for source in sources])
     for row in read_all(sources, NO_BATCH, format, on_warning):
         found.rows += 1
         bad = row if isinstance(row, BadRow) else duplicates.check(row)

@@ -97,6 +97,25 @@ def test_a_batch_is_cancelled(guarded: Guarded, admin: redis.Redis, tmp_path: Pa
     assert admin.acl_log() == []
 
 
+def test_a_batch_comes_to_its_end_above_maxmemory(
+    guarded: Guarded, admin: redis.Redis, tmp_path: Path
+) -> None:
+    rows = [{"custom_id": f"r{n}", "prompt": f"prompt {n}"} for n in range(4)]
+    given, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    url = guarded.url("producer")
+    assert producer(url, "submit", given, "--batch-id", "f").returncode == 0
+    admin.delete("rq:job:f-0-1")
+    admin.config_set("maxmemory", 1)
+    try:
+        assert producer(url, "cancel", "f").returncode == 0
+        assert producer(url, "results", "f", "--follow", "--release", "-o", out).returncode == 1
+    finally:
+        admin.config_set("maxmemory", 0)
+    codes = [error_code(line) for line in by_id(out).values()]
+    assert sorted(codes) == ["batch_cancelled"] * 3 + ["worker_lost"]
+    assert admin.acl_log() == []
+
+
 def test_rows_are_handed_back_recovered_and_noted(guarded: Guarded, admin: redis.Redis) -> None:
     """A worker's rarer deeds: rows back on SIGTERM, a dead worker's rows, engine deaths, others waiting."""
     enqueue(admin, [request(number) for number in (1, 2, 3)])

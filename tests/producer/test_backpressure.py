@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import redis
 from rq.registry import FailedJobRegistry, FinishedJobRegistry
 from tiny_worker import TinyWorker, codes, rows, write
 
-from producer import enqueue
+from producer import completions, enqueue
 from producer.backlog import ROW_BYTES, Backlog
 from producer.batch import Progress
 from producer.client import Client
+from producer.embedded import EmbeddedRedis
 from producer.store import as_text, ids_key
 
 pytestmark = pytest.mark.redis
@@ -38,6 +41,16 @@ def noise(count: int, size: int) -> list[dict[str, Any]]:
     """Rows whose prompts zlib can only halve."""
     random_ = random.Random(0)
     return [{"custom_id": f"r{n}", "prompt": random_.randbytes(size // 2).hex()} for n in range(count)]
+
+
+@contextmanager
+def limited(connection: redis.Redis, maxmemory: int = 1) -> Iterator[None]:
+    """A Redis with so many bytes for a while; 1 byte: it is above its maxmemory whatever it holds."""
+    connection.config_set("maxmemory", maxmemory)
+    try:
+        yield
+    finally:
+        connection.config_set("maxmemory", 0)
 
 
 def test_what_waits_are_the_rows_added_last() -> None:
@@ -173,3 +186,72 @@ def test_failed_rows_of_a_released_batch_can_run_again(
         connection.xadd("livebatch:batch:m:log", {"j": name, "r": "{}"})
     assert client.submit([path], batch_id="again", retry_failed="m").queued == 2
     assert job_ids(connection) == ["again-0-3", "again-0-4"]
+
+
+# Above maxmemory.
+
+
+def test_a_batch_is_closed_above_maxmemory(client: Client, connection: redis.Redis, tmp_path: Path) -> None:
+    """Its last rows filled Redis. Left open it would never be over, and its reader never done."""
+    path = write(tmp_path / "a.jsonl", rows(3))
+    with limited(connection, 0):
+        client.submit([path], batch_id="m", on_progress=lambda _: connection.config_set("maxmemory", 1))
+    assert client.status("m").state == "closed"
+
+
+def test_a_reader_comes_to_the_end_above_maxmemory(
+    client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lost rows end there, as results are read and released: what else makes room?"""
+    monkeypatch.setattr(completions, "BLOCK_MS", 20)
+    worker = TinyWorker(connection)
+    client.submit([write(tmp_path / "a.jsonl", rows(3))], batch_id="m")
+    worker.complete(worker.claim(1))
+    connection.delete("rq:job:m-0-2", "rq:job:m-0-3")
+    with limited(connection):
+        found = list(client.results("m", follow=True))
+        client.release("m", [result.job_id for result in found])
+    assert codes(found) == {"r0": None, "r1": "worker_lost", "r2": "worker_lost"}
+
+
+def test_a_batch_is_cancelled_above_maxmemory(
+    client: Client, connection: redis.Redis, tmp_path: Path
+) -> None:
+    client.submit([write(tmp_path / "a.jsonl", rows(3))], batch_id="m")
+    with limited(connection):
+        assert client.cancel("m").cancelled == 3
+    assert client.status("m").is_over
+
+
+def test_a_chunk_larger_than_the_room_goes_in_by_parts(
+    client: Client, connection: redis.Redis, tmp_path: Path
+) -> None:
+    """As one transaction it never fits, however much is drained."""
+    path, worker = write(tmp_path / "a.jsonl", noise(100, 40_000)), TinyWorker(connection)
+    room = used(connection) + (3 << 19)  # 1.5 MB, and the rows have 2 MB
+
+    def drain(progress: Progress) -> None:
+        if progress.holding:
+            connection.config_set("maxmemory", 0)
+            worker.run()
+            client.release("m", [result.job_id for result in client.results("m")])
+            connection.config_set("maxmemory", room)
+
+    with limited(connection, room):
+        assert client.submit([path], batch_id="m", on_progress=drain).queued == 100
+
+
+def test_a_row_larger_than_redis_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(enqueue, "REFUSALS", 2)  # redis-py takes a second to word a refusal of this size
+    (large,) = noise(1, 5_600_000)  # half of it packed; an empty Redis takes 1.1 MB
+    path = write(tmp_path / "a.jsonl", [*rows(1), large | {"custom_id": "large"}, *rows(1, 1)])
+    with EmbeddedRedis(extra=("--maxmemory", "3500000")) as server:
+        client = Client(server.url)
+        batch = client.submit([path], batch_id="m")
+        failures = [result.failure for result in client.results("m") if result.failure]
+        with redis.Redis.from_url(server.url) as connection:
+            assert job_ids(connection) == ["m-0-1", "m-0-3"]
+    assert (batch.queued, batch.failed) == (2, 1)
+    assert [failure.code for failure in failures] == ["line_too_long"]
+    assert failures[0].message.startswith("line 2: Redis has no room for a row of this size (5.3 MB)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import redis
 from tiny_worker import TinyWorker, rows, write
 
 from producer import cli, completions, enqueue
+from producer import connection as server
 from producer.client import Client
+from producer.embedded import EmbeddedRedis
 
 pytestmark = pytest.mark.redis
 
@@ -217,6 +220,7 @@ def test_an_append_only_file_that_is_missing_is_warned_of(
         (["--keep-days", "0"], "--keep-days"),
         (["--release"], "--release needs -o OUT"),
         (["--wait", "--release"], "--release needs -o OUT"),
+        (["--wait", "-o", "out.jsonl", "--ordered", "--release"], "--release with --ordered makes no room"),
         (["--max-queued-bytes", "lots"], "--max-queued-bytes wants a size such as 512M"),
         (["missing.jsonl"], "missing.jsonl: no such file"),
     ],
@@ -289,6 +293,56 @@ def test_ctrl_c_while_queueing_says_how_to_queue_the_rest(
     assert words in capsys.readouterr().err
     assert run("submit", "a file.jsonl", "--batch-id", "m", "--queue", "q", "--format", "jsonl") == 0
     assert Client().status("m").rows == 5
+
+
+def test_the_way_back_leads_to_the_redis_that_was_given(
+    run: Run, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = redis_url.removeprefix("redis://")
+    shown = f"--redis 'redis://default:***@{host}?***'"
+    flags = ["--batch-id", "m", "--redis", f"redis://default:s3cret@{host}?socket_timeout=30"]
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
+    write(Path("in.jsonl"), rows(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("producer.progress.Lines.queueing", ctrl_c)
+        assert run("submit", "in.jsonl", *flags) == 4
+    assert capsys.readouterr().err.endswith(f"--batch-id m --queue livebatch --format jsonl {shown}\n")
+    assert run("submit", "in.jsonl", *flags) == 0
+    assert f"Collect with: producer results m --follow {shown}\n" in capsys.readouterr().err
+
+
+def test_rows_queued_later_are_kept_as_long_as_those_before(
+    run: Run, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 2)
+    write(Path("in.jsonl"), rows(3))
+    with monkeypatch.context() as patch:
+        patch.setattr("producer.progress.Lines.queueing", ctrl_c)
+        assert run("submit", "in.jsonl", "--batch-id", "m", "--keep-days", "30") == 4
+    assert capsys.readouterr().err.endswith(" --batch-id m --queue livebatch --format jsonl --keep-days 30\n")
+    assert run("submit", "in.jsonl", "--batch-id", "m") == 0
+    kept = {connection.hget(f"rq:job:m-0-{line}", "result_ttl") for line in (1, 2, 3)}
+    assert kept == {b"2592000"}, "the batch says it, not who submits it again"
+
+
+def test_redis_that_dies_while_rows_are_queued(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Nobody chose a batch id here: unless it is told, submitting again queues every row a second time."""
+    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(server, "OUTAGE_RETRIES", 0)
+    write(Path("in.jsonl"), rows(5))
+    with EmbeddedRedis(tmp_path / "redis") as dying:
+        monkeypatch.setenv("REDIS_URL", dying.url)
+        with monkeypatch.context() as patch:
+            patch.setattr("producer.progress.Lines.queueing", lambda *_: dying.kill())
+            assert run("submit", "in.jsonl") == 3
+        said = capsys.readouterr().err
+        (again,) = re.findall("queue the rest with: producer (submit .*)", said)
+        assert said.count("\n") == 1
+        dying.start()
+        assert run(*shlex.split(again)) == 0
+        assert [status.rows for status in Client().list()] == [5]
 
 
 def ctrl_c(*_: object, **__: object) -> None:

@@ -38,8 +38,8 @@ def batch(
 
 def shell(line: str, first: str = "true") -> subprocess.CompletedProcess[bytes]:
     """``producer <line>`` in a shell, for its redirections; never a traceback."""
-    command = ["bash", "-c", f"{first}; exec {sys.executable} -m producer.cli {line}"]
-    run = subprocess.run(command, capture_output=True, check=False)
+    command = ["bash", "-c", f"{first}\nexec {sys.executable} -m producer.cli {line}"]
+    run = subprocess.run(command, capture_output=True, check=False, timeout=30)
     assert b"Traceback" not in run.stderr, run.stderr.decode()
     return run
 
@@ -60,6 +60,28 @@ def test_closed_streams_cost_no_row_and_mix_nothing() -> None:
     assert shell("submit - <&-").returncode == 0
     unknown = shell("results nosuch 2>&-")
     assert (unknown.returncode, unknown.stdout) == (2, b"")
+
+
+@pytest.mark.redis
+@pytest.mark.usefixtures("batch")
+def test_what_can_be_read_only_once_is_read_only_once() -> None:
+    """Its digest is known before its first row is queued: it must be copied, as standard input is."""
+    piped = shell("submit <(cat in.jsonl) --batch-id piped")
+    assert b"queued 50 rows" in piped.stderr, piped.stderr.decode()
+    os.mkfifo("fifo")
+    named = shell("submit fifo --batch-id named", "cat in.jsonl >fifo &")
+    assert b"queued 50 rows" in named.stderr, named.stderr.decode()
+    Path("fifo").unlink()
+
+
+@pytest.mark.redis
+def test_rows_of_a_pipe_are_named_after_it(batch: TinyWorker) -> None:
+    """Among several files, and not after the copy, whose name is another one each time."""
+    os.mkfifo("fifo")
+    write(Path("more.jsonl"), ['{"prompt": "x"}'])
+    run = shell("submit fifo more.jsonl", """echo '{"prompt": "y"}' >fifo &""")
+    assert run.returncode == 0, run.stderr.decode()
+    assert [row.custom_id for row in batch.claim()] == ["fifo:line-1", "more.jsonl:line-1"]
 
 
 @pytest.mark.redis

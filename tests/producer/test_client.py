@@ -176,6 +176,44 @@ def test_an_expired_result_is_a_failure_under_its_own_name(
     assert codes(client.results("m")) == {"r0": None, "r1": "batch_expired", "r2": None}
 
 
+def test_names_of_a_batch_read_after_its_release_cost_two_walks(
+    client: Client,
+    worker: TinyWorker,
+    connection: redis.Redis,
+    submit: Callable[..., Batch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one a page: with a million rows that were millions of HSCANs."""
+    monkeypatch.setattr(completions, "PAGE_ROWS", 10)
+    submit(*rows(100))
+    worker.run()
+    connection.delete(*connection.keys("rq:results:*"))
+    connection.config_resetstat()
+    assert codes(client.results("m")) == {f"r{n}": "batch_expired" for n in range(100)}
+    assert connection.info("commandstats")["cmdstat_hscan"]["calls"] == 2
+
+
+def test_names_of_rows_queued_meanwhile_are_found(
+    client: Client,
+    worker: TinyWorker,
+    connection: redis.Redis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 10)
+    pages = client.pages("m", follow=True)
+    found: list[Result] = []
+
+    def drain(_: Progress) -> None:
+        worker.run()
+        connection.delete(*connection.keys("rq:results:*"))
+        while results := next(pages).results:
+            found.extend(results)
+
+    client.submit([write(tmp_path / "a.jsonl", rows(40))], batch_id="m", on_progress=drain)
+    assert codes(found) == {f"r{n}": "batch_expired" for n in range(40)}
+
+
 def test_a_row_that_its_worker_could_not_name_keeps_its_custom_id(
     client: Client, worker: TinyWorker, submit: Callable[..., Batch]
 ) -> None:
@@ -346,6 +384,15 @@ def test_ordered_while_files_are_still_queued(
 
     client.submit(files, batch_id="m", on_progress=take)
     assert arrived == [f"m-{file}-{line}" for file in range(3) for line in range(1, 26)]
+
+
+def test_ordered_passes_over_the_end_of_a_row_that_nobody_accepted(
+    client: Client, worker: TinyWorker, connection: redis.Redis, submit: Callable[..., Batch]
+) -> None:
+    submit(*rows(3))
+    connection.xadd("livebatch:batch:m:log", {"j": "m-0-999"})
+    worker.run()
+    assert codes(client.results("m", ordered=True, follow=True)) == {"r0": None, "r1": None, "r2": None}
 
 
 # What others do to the jobs in RQ.

@@ -112,6 +112,17 @@ def test_a_cancelled_batch_exits_1(run: Run) -> None:
     assert said.endswith("0 completed, 0 failed, 5 cancelled -> out.jsonl\nfailed: 5 batch_cancelled\n")
 
 
+def test_results_that_are_gone_exit_1(run: Run, worker: TinyWorker) -> None:
+    """The rows completed; who reads them after their release has failures in the file all the same."""
+    write(Path("in.jsonl"), rows(3))
+    run("submit", "in.jsonl", "--batch-id", "m")
+    worker.run()
+    assert run("results", "m", "-o", "out.jsonl", "--release")[0] == 0
+    code, said = run("results", "m", "-o", "again.jsonl")
+    assert code == 1
+    assert said.endswith("3 completed, 0 failed -> again.jsonl\nfailed in this run: 3 batch_expired\n")
+
+
 def test_rare_failures_are_counted_together(run: Run, worker: TinyWorker) -> None:
     write(Path("in.jsonl"), rows(8))
     run("submit", "in.jsonl", "--batch-id", "m")

@@ -314,7 +314,7 @@ def test_text_lines_are_prompts() -> None:
 
 
 def test_reading_cases() -> None:
-    duplicates = Duplicates()
+    duplicates = Duplicates(["reading.jsonl"])
     rows = list(read_rows(str(DATA / "reading.jsonl"), batch_id="b"))
     failed = {row.line: row for row in rows if isinstance(row, BadRow)}
     good_rows = [row for row in rows if isinstance(row, wire.Request)]
@@ -407,7 +407,7 @@ def test_neighbours_leaks_and_stops_read() -> None:
 
 
 def test_the_first_row_of_a_custom_id_wins() -> None:
-    duplicates = Duplicates()
+    duplicates = Duplicates(["a.jsonl", "b.jsonl"])
     first = good({"custom_id": "a", "prompt": "x"})
     assert duplicates.check(first) is None
     assert duplicates.check(first) is None  # the same row again is no duplicate
@@ -418,7 +418,7 @@ def test_the_first_row_of_a_custom_id_wins() -> None:
     assert (refused.line, refused.file, refused.custom_id) == (2, 1, "a")
     assert refused.failure == wire.Failure(
         "duplicate_custom_id",
-        'line 2: custom_id "a" was first used on line 7 of file 1, which wins',
+        'b.jsonl, line 2: custom_id "a" was first used on line 7 of a.jsonl, which wins',
         "custom_id",
         400,
     )

@@ -90,7 +90,7 @@ def test_stdin(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     stdin = io.TextIOWrapper(io.BytesIO(content))
     monkeypatch.setattr(sys, "stdin", stdin)
     seen: list[tuple[int, int | None]] = []
-    read = list(read_lines("-", progress=lambda done, size: seen.append((done, size))))
+    read = list(read_lines("-", on_read=lambda done, size: seen.append((done, size))))
     assert read == [Line(1, b"a\n"), Line(2, b"b")]
     assert seen == [(3, None)]
     assert not stdin.buffer.closed
@@ -177,7 +177,7 @@ def test_progress_counts_the_bytes_of_the_file(file: Path, packed: bool) -> None
     file.write_bytes(gzip.compress(os.urandom(1_000_000) + b"\n" + content) if packed else content)
     size = file.stat().st_size
     seen: list[tuple[int, int | None]] = []
-    for _ in read_lines(str(file), progress=lambda done, total: seen.append((done, total))):
+    for _ in read_lines(str(file), on_read=lambda done, total: seen.append((done, total))):
         pass
     assert 4 <= len(seen) <= 20
     assert seen == sorted(seen)

@@ -245,9 +245,22 @@ def test_duplicate_custom_ids(client: Client, connection: redis.Redis, tmp_path:
     failures = [result.failure for result in client.results("m") if result.failure]
     assert {failure.code for failure in failures} == {"duplicate_custom_id"}
     assert {failure.status_code for failure in failures} == {400}
-    assert [failure.message.split(":")[0] for failure in failures] == ["line 2", "line 15", "line 1"]
-    assert ["line 1," in failure.message for failure in failures[:2]] == [True, True]
-    assert "line 1 of file 1" in failures[2].message
+    assert [failure.message for failure in failures] == [
+        f'{first}, line 2: custom_id "same" was first used on line 1, which wins',
+        f'{first}, line 15: custom_id "same" was first used on line 1, which wins',
+        f'{second}, line 1: custom_id "same" was first used on line 1 of {first}, which wins',
+    ]
+
+
+def test_a_forged_place_of_a_custom_id_is_named_as_it_stands(
+    client: Client, connection: redis.Redis, tmp_path: Path
+) -> None:
+    connection.hset(ids_key("m"), "r1", "9-7")
+    client.submit([write(tmp_path / "a.jsonl", rows(2))], batch_id="m")
+    failures = [result.failure for result in client.results("m") if result.failure]
+    assert [failure.message.partition("first used on ")[2] for failure in failures] == [
+        "line 7 of file 10, which wins"
+    ]
 
 
 def test_a_changed_file_is_refused(client: Client, connection: redis.Redis, tmp_path: Path) -> None:
