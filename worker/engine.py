@@ -207,8 +207,17 @@ class Engine:
         self._scheduler.evict()
         if isinstance(error, SeatError):
             self._condemn(error.reasons, error)
+        elif isinstance(error, MemoryError) or "out of memory" in str(error):
+            self._make_do(len(ids), error)
         elif (guilty := self._bisection.failed(dict(zip(ids, ends, strict=True)))) is not None:
             self._condemn({guilty: error}, error)
+
+    def _make_do(self, num_rows: int, error: Exception) -> None:
+        """Out of memory is no row's fault: fewer at a time. If one alone has no room, a new process may."""
+        if num_rows <= 1:
+            raise error
+        self._scheduler.shrink()
+        log.warning("out of memory: at most %d live rows for now", self._scheduler.limit)
 
     def _condemn(self, reasons: Mapping[int, Exception], error: Exception) -> None:
         """Fails rows that were found guilty, unless it goes on like that: then it is not the rows."""

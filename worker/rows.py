@@ -16,6 +16,7 @@ from kernels.rows import RowParams, Status
 from producer.errors import RowError
 from producer.wire import Choice, Failure, Request, Result, Usage, check_vocabulary, derived_seed
 from worker.chat import Message
+from worker.claims import at_its_line
 from worker.sequence import Output, Row
 from worker.stops import StopScanner
 from worker.tokenizer import Tokenizer
@@ -206,7 +207,8 @@ class PreparedRow:
         """What became of the row, which ended with ``status`` unless a stop string ended it before."""
         if self._stop is None and status in ENDINGS:
             code, reason = ENDINGS[status]
-            return self._result(failure=Failure.of(code, self._message or reason))
+            failure = Failure.of(code, self._message or reason)
+            return self._result(failure=at_its_line(self.request.job_id, failure))
         return self._result(
             endpoint=self.request.endpoint,
             model=self._model,

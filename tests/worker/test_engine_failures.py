@@ -25,6 +25,8 @@ POISON = 1000  # beyond the vocabulary: no row draws it
 class FragileModel(HashModel):
     """Fails, and forgets its cache, on runs that hold POISON, too many rows, or a number in bad_runs."""
 
+    LACK: type[Exception] = RuntimeError  # what too many rows raise
+
     def __init__(self, max_rows: int = 99, bad_runs: tuple[int, ...] = (), **sizes: int) -> None:
         super().__init__(**sizes)
         self.max_rows = max_rows
@@ -37,8 +39,12 @@ class FragileModel(HashModel):
         if poisoned or len(batch.past) > self.max_rows or self.runs in self.bad_runs:
             self.failures += 1
             self.poison(np.arange(self.num_blocks, dtype=np.int32))
-            raise MemoryError("poisoned" if poisoned else "no room")
+            raise RuntimeError("poisoned") if poisoned else self.LACK("no room")
         return super().run(batch)
+
+
+class CrampedModel(FragileModel):
+    LACK = MemoryError
 
 
 def plain(count: int) -> list[Row]:
@@ -68,7 +74,7 @@ def test_one_poisoned_row_fails_alone(place: int, before: int, max_batch: int) -
     ledger = run_all(engine_over(model, max_batch=max_batch), rows)
     assert failed(ledger) == {99}
     assert model.failures <= 1 + np.log2(max_batch)  # the step, then its halves
-    assert ledger.endings[99].message == "MemoryError: poisoned"
+    assert ledger.endings[99].message == "RuntimeError: poisoned"
     assert_equal_alone(ledger, good)
 
 
@@ -134,9 +140,10 @@ def test_a_failure_that_does_not_come_back_costs_nobody_anything(caplog: pytest.
     ]
 
 
-def test_a_batch_too_large_for_the_model_shrinks_until_it_fits() -> None:
+@pytest.mark.parametrize("kind", [FragileModel, CrampedModel])
+def test_a_batch_too_large_for_the_model_shrinks_until_it_fits(kind: type[FragileModel]) -> None:
     good = plain(40)
-    model = FragileModel(max_rows=3)
+    model = kind(max_rows=3)
     ledger = run_all(engine_over(model, max_batch=16, prefill_tokens=48), good)
     assert model.failures < 15  # each ends with half the rows
     assert failed(ledger) == set()
@@ -149,10 +156,26 @@ def test_a_model_that_always_fails_is_not_the_rows_fault() -> None:
     for one in rows.values():
         engine.add(one)
     ledger = Ledger()
-    with pytest.raises(MemoryError, match="no room"):
+    with pytest.raises(RuntimeError, match="no room"):
         for _ in itertools.repeat(None, 100):
             ledger.book(engine.step(), rows)
     assert len(failed(ledger)) == MAX_VERDICTS - 1
+
+
+def test_out_of_memory_is_no_rows_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """Not even one row fits: the process has to start again, and no row has failed."""
+    model = CrampedModel(max_rows=0)
+    engine, rows = engine_over(model, max_batch=8), {one.id: one for one in plain(12)}
+    for one in rows.values():
+        engine.add(one)
+    ledger = Ledger()
+    with caplog.at_level(logging.WARNING), pytest.raises(MemoryError):
+        for _ in itertools.repeat(None, 100):
+            ledger.book(engine.step(), rows)
+    assert not ledger.endings
+    assert model.failures == 4  # of 8, 4, 2 rows and 1
+    said = [record.message for record in caplog.records if "out of memory" in record.message]
+    assert said == [f"out of memory: at most {limit} live rows for now" for limit in (4, 2, 1)]
 
 
 class FragileSampler(WatchfulSampler):
@@ -217,7 +240,7 @@ def test_a_row_the_sampler_does_not_take_hides_no_failure_of_the_model() -> None
     ledger = run_all(engine, [refused, poisoned(99), *good])
     assert {ledger.endings[number].message for number in failed(ledger)} == {
         "OverflowError: too much",
-        "MemoryError: poisoned",
+        "RuntimeError: poisoned",
     }
     assert failed(ledger) == {98, 99}
     assert_equal_alone(ledger, good)

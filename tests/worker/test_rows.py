@@ -335,7 +335,7 @@ class TestResult:
     def test_the_engines_reason_is_told(self, ending: Any) -> None:
         row = ending()
         row.prepared.feed(Output(1, (), Status.TOO_LARGE, "9 blocks of 4"))
-        assert row.result(Status.TOO_LARGE).failure.message == "9 blocks of 4"
+        assert row.result(Status.TOO_LARGE).failure.message == "line 7: 9 blocks of 4"
 
     def test_a_row_that_has_not_ended_is_our_bug(self, ending: Any) -> None:
         with pytest.raises(AssertionError, match="has not ended"):

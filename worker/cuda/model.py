@@ -21,6 +21,7 @@ from worker.folder import ModelFolder
 
 PREFILL_TOKENS = 8192  # of a run; beyond, a prefill is no faster a token
 PREFILL_TOKENS_UNPRUNED = 2048  # where every token gets logits
+LEAST_FREE = 64 << 20  # bytes; below, kernels that need some fail to launch and do not say why
 KEPT_FREE = 0.1  # of the GPU's memory, for the runtime's arena, the sampler's tables and captured graphs
 
 
@@ -72,11 +73,16 @@ class CudaModel:
         return self._graph.num_blocks
 
     def run(self, batch: Batch) -> NDArray[np.uint64]:
-        """Enqueues the prefills, then the decodes. Addresses [n] of the logits, good until the next run."""
+        """Enqueues the prefills, then the decodes. Addresses [n] of the logits, good until the next run.
+
+        MemoryError where the GPU has none left, whatever it was that failed for it.
+        """
         try:
             return self._run(batch)
-        except Exception:
+        except Exception as error:
             self._must_live()
+            if "allocate memory" in str(error) or cp.cuda.runtime.memGetInfo()[0] < LEAST_FREE:
+                raise MemoryError(f"the GPU has no memory left: {error}") from error
             raise
 
     def _run(self, batch: Batch) -> NDArray[np.uint64]:
