@@ -333,10 +333,11 @@ def test_a_full_redis_is_waited_for(
 ) -> None:
     """Held back before the limit; and at it, where memory fills up between the look and the transaction."""
     monkeypatch.setattr(enqueue, "HOLD_SECONDS", 0.01)
-    if filled > 1:
-        monkeypatch.setattr(enqueue, "memory_used", lambda _: 0.0)
     path = write(tmp_path / "a.jsonl", rows(30))
     held: list[int] = []
+    if filled > 1:
+        look = enqueue.memory_used
+        monkeypatch.setattr(enqueue, "memory_used", lambda redis: look(redis) if held else 0.0)
 
     def make_room(progress: Progress) -> None:
         if progress.holding:
