@@ -19,6 +19,9 @@ class RowError(LivebatchError):
         self.message = message
         self.param = param
 
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, str, str | None]]:
+        return type(self), (self.code, self.message, self.param)
+
 
 class WireError(LivebatchError):
     """A message in Redis that is not ours, of another version, or damaged."""

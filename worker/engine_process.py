@@ -87,7 +87,7 @@ class EngineProcess:
             self._outbox.put((rows, cancels))
 
     def progress(self) -> tuple[str, ...] | None:
-        """Changes while the process does anything, computing or reading. None: there is no telling."""
+        """Changes while the process does anything, computing or reading. None, where nobody knows: none."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:

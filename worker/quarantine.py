@@ -20,6 +20,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._groups: deque[set[int]] = deque()
+        self._newest_first = False  # which half is tried first
 
     @property
     def is_active(self) -> bool:
@@ -47,9 +48,13 @@ class Quarantine:
         suspects = [row for row, count in zip(running, deaths, strict=True) if count >= SUSPECT_DEATHS]
         if len(running) == 1 and suspects:
             self._groups.clear()  # the others were in bad company: free until the engine dies again
+            self._newest_first = not self._newest_first  # its neighbours may be like it, others are not
             return suspects[0]
         half = (len(suspects) + 1) // 2
-        self._groups.extendleft(set(part) for part in (suspects[half:], suspects[:half]) if part)
+        halves = [suspects[half:], suspects[:half]]
+        if self._newest_first:
+            halves.reverse()
+        self._groups.extendleft(set(part) for part in halves if part)  # the last one is tried first
         return None
 
     def left(self, row: int) -> None:

@@ -59,6 +59,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateError(f"it runs for more than {RENDER_SECONDS:g} s")
         return True
 
+    def call_filter(self, *args: Any, **named: Any) -> Any:
+        """What ``map`` and its like do to each item: they are loops that no tree shows."""
+        self.tick()
+        return super().call_filter(*args, **named)
+
+    def call_test(self, *args: Any, **named: Any) -> Any:
+        """What ``select``, ``reject`` and their like ask of each item."""
+        self.tick()
+        return super().call_test(*args, **named)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """A product or a power that is not absurd: nothing looks at the clock while one is made."""
         if (_product if operator == "*" else _power)(left, right) > LARGEST_PRODUCT:

@@ -20,6 +20,8 @@ from worker.blocks import BlockPool, blocks_for
 from worker.live import LiveBatch
 from worker.sequence import Indices, Ints, Output, Row, Sequence, Step
 
+MOST_HELD = 4  # steps in a row in which decodes may wait for prompts; one step in five is next to nothing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -76,6 +78,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()  # by arrival, preempted rows in their old place
         self._finishing: dict[int, Sequence] = {}  # by arrival: off its seat, its last token under way
         self._cancelled: set[int] = set()
+        self._held = 0  # steps in a row in which decodes waited
         self._idle = 0  # slots left empty though a row waited, summed over the steps since rows were seated
         self._left: list[int] = []
         self._joined: list[Sequence] = []
@@ -121,7 +124,7 @@ class Scheduler:
     # -- plan
 
     def plan(self, only: Set[int] | None = None) -> Step:
-        """The next step: every decode, and prefill as far as its share goes.
+        """The next step: decodes, and prefill as far as its share goes; see ``deal``.
 
         ``only``: admit these row ids alone (the live rows are among them). Raises RuntimeError when rows wait
         and none can run: that is a bug and never the end of the work.
@@ -212,8 +215,11 @@ class Scheduler:
 
         The run holds up every live row for ``prefill_launch`` steps, an empty slot loses one step a step. The
         sum of both is least when the slots' loss has come up to the run's cost: the economic order quantity
-        (Harris 1913).
+        (Harris 1913). Nor are rows seated where decodes have waited too long: those that end with their first
+        token would keep them waiting for ever.
         """
+        if self._held >= MOST_HELD and len(pending):
+            return True
         if (pending > 1).any():  # there is such a run in this step anyway
             return False
         self._idle += min(self.policy.max_batch - len(self._live), len(self._waiting))
@@ -239,6 +245,7 @@ class Scheduler:
     def _slices(self) -> Step:
         pending = self._live.pending
         counts = deal(pending, self.policy.prefill_tokens, self.policy.apart)
+        self._held = self._held + 1 if (counts[pending == 1] == 0).any() else 0
         runs = np.flatnonzero(counts)
         slots = self._live.order[runs]
         step = Step(

@@ -373,9 +373,10 @@ class Service:
         were_in, guilty = self._hand.engine_died()
         how = str(died.error or died.how)
         log.error(
-            "the engine died (%s) with %d rows; they run again",
+            "the engine died (%s) with %d rows%s",
             how,
             len(were_in),
+            "; they run again" if were_in else "",
             extra=named("engine_died", how=how, rows=len(were_in)),
         )
         self._desk.deaths |= {held.claim.lease: held.deaths for held in were_in}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3  # in a row
-MAX_VERDICTS = 3  # rows that killed it with no completed row between them: then it is not the rows
+MAX_VERDICTS = 10  # rows that killed it with no completed row between them: then it is not the rows
 
 
 class Engine(Protocol):
@@ -45,6 +45,7 @@ class Warden:
         self._silence = Silence()
         self._progress: object = None
         self._is_killed = False
+        self._has_run = False
         self._failed_starts = 0
         self._verdicts = 0
 
@@ -66,7 +67,7 @@ class Warden:
     def ready(self, told: Ready) -> None:
         """It is built."""
         log.info("engine ready after %.1f s", told.seconds, extra=named("engine_ready", seconds=told.seconds))
-        self.is_ready, self._failed_starts = True, 0
+        self.is_ready, self._has_run, self._failed_starts = True, True, 0
 
     def heard(self, told: Outputs) -> None:
         """It lives, and some of its rows have ended."""
@@ -80,11 +81,15 @@ class Warden:
         self.start()
 
     def _start_failed(self, told: Died) -> None:
-        """An engine that says why it cannot be built would say so again; one that was killed may not."""
-        if told.error:
-            raise told.error
+        """Raises where another start is no use.
+
+        The first engine that says why it cannot be built would say so again. What stops a later one may pass.
+        """
         self._failed_starts += 1
-        if self._failed_starts >= MAX_FAILED_STARTS:
+        is_over = self._failed_starts >= MAX_FAILED_STARTS
+        if told.error and (is_over or not self._has_run):
+            raise told.error
+        if is_over:
             raise LivebatchError(
                 f"the engine does not start: {told.how}, {self._failed_starts} times in a row"
             )

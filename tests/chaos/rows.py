@@ -20,7 +20,7 @@ def make(model: str, count: int, prefix: str) -> list[Line]:
 
 
 def _echoed(index: int, draw: random.Random) -> Line:
-    return {"prompt": f"<{index}>" + "x" * draw.randint(100, 900), "max_tokens": 4000, "temperature": 0}
+    return {"prompt": f"<{index}>" + "x" * draw.randint(20, 200), "max_tokens": 4000, "temperature": 0}
 
 
 def _sampled(index: int, draw: random.Random) -> Line:

@@ -227,6 +227,9 @@ ENDLESS = {
     + "{% endcall %}" * 15,
     "blocks": "{% set n = namespace(d=0) %}{% block b %}{% if n.d < 30 %}{% set n.d = n.d + 1 %}"
     "{{ self.b() }}{{ self.b() }}{% set n.d = n.d - 1 %}{% endif %}{% endblock %}",
+    "tests of items": "{% set r = range(20000) | list %}{{ r | reject('in', r) | list | length }}",
+    "filters of items": "{% set r = range(90000) | list %}"
+    "{{ r | map('string') | map('replace', '1', '2') | list | length }}",
     "a loop in itself": "{% for i in [1, 2] recursive %}{% if loop.depth < 30 %}{{ loop([1, 2]) }}{% endif %}"
     "{% endfor %}",
 }

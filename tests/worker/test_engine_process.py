@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from rq_rows import wait_until
 
 from kernels.rows import RowParams, Status
-from producer.errors import UsageError
+from producer.errors import LivebatchError, RowError, StoreError, UsageError
 from worker import engine_process
 from worker.engine import Load
 from worker.engine_process import BUSY_SEND_SECONDS, SEND_SECONDS, EngineProcess, patience
@@ -229,3 +230,12 @@ def state(pid: int | None) -> str:
 def is_alive(pid: int) -> bool:
     """A zombie that nobody has reaped yet is dead."""
     return state(pid) not in ("", "Z")
+
+
+@pytest.mark.parametrize(
+    "error", [RowError("invalid_value", "no", "top_p"), UsageError("no model"), StoreError("away")]
+)
+def test_errors_of_ours_travel(error: LivebatchError) -> None:
+    """Through the pipe: one that cannot be read at its other end would end the thread that reads."""
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

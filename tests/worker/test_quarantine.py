@@ -69,6 +69,16 @@ def test_rows_that_come_with_deaths_wait_for_the_running_ones_and_run_apart() ->
     assert quarantine.died([5], [3]) == 5
 
 
+def test_after_a_verdict_the_other_half_comes_first() -> None:
+    """Poison stands side by side: sound rows run between two verdicts, and show that the engine can."""
+    quarantine = Quarantine()
+    assert quarantine.died([1, 2, 3, 4], [2, 2, 2, 2]) is None
+    assert quarantine.died([1, 2], [3, 3]) is None
+    assert quarantine.died([1], [4]) == 1
+    assert quarantine.died([2, 3, 4], [4, 3, 3]) is None
+    assert quarantine.choose([2, 3, 4], []) == [4]
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_exactly_the_poison_is_found_and_everybody_else_ends(data: st.DataObject) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from engine_fakes import row
@@ -9,7 +11,7 @@ from engine_fakes import row
 from kernels.rows import Status
 from worker.blocks import BlockPool
 from worker.live import LiveBatch
-from worker.scheduler import Policy, Scheduler, deal, reserve
+from worker.scheduler import MOST_HELD, Policy, Scheduler, deal, reserve
 from worker.sequence import Output, Row, Step
 
 CONTEXT = 256
@@ -86,6 +88,18 @@ def test_deal(pending: list[int], share: int, counts: list[int]) -> None:
 )
 def test_deal_apart(pending: list[int], share: int, counts: list[int]) -> None:
     assert deal(np.array(pending, np.int64), share, apart=True).tolist() == counts
+
+
+def test_rows_that_end_at_once_do_not_keep_decodes_waiting() -> None:
+    """They leave in the step that computes them, so that others could be seated in every step."""
+    bench = Bench(apart=1)
+    bench.add(row(0, range(3), max_tokens=20), row(1, range(3), max_tokens=20))
+    bench.add(*(row(number, range(4), max_tokens=1) for number in range(2, 400)))
+    ran = [bench.step() for _ in range(120)]
+    decodes = [number for number, step in enumerate(ran) if 0 in step and step[0][0] > 0]
+    assert len(decodes) == 19, "it ends, though prompts wait"
+    assert max(b - a for a, b in pairwise(decodes)) <= MOST_HELD + 1
+    assert bench.scheduler.num_waiting > 150
 
 
 @pytest.mark.parametrize(

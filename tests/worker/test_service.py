@@ -25,6 +25,7 @@ from worker.events import Died
 from worker.leases import Leases
 from worker.listeners import Waiter
 from worker.rows import PreparedRow, RowPreparer
+from worker.warden import MAX_VERDICTS
 
 pytestmark = pytest.mark.redis
 
@@ -450,13 +451,13 @@ def test_a_row_that_kills_the_engine_fails_alone(redis_url: str, connection: red
 def test_an_engine_that_dies_of_every_row_ends_the_worker_and_not_the_queue(
     redis_url: str, connection: redis.Redis
 ) -> None:
-    """Each start succeeds. What the third verdict would fail goes back, with its record and all others."""
+    """Each start succeeds. What the last verdict would fail goes back, with its record and all others."""
     with pytest.raises(LivebatchError, match="completed none"), worker(redis_url) as made:
         made.engine.send = lambda rows, cancels: made.engine.die() if rows else None  # type: ignore[method-assign]
         enqueue(connection, [request(number) for number in range(1, 13)])
-        made.thread.join(20)
-    assert counts(connection) == {"failed": 2}
-    assert len(queued(connection)) == 10
+        made.thread.join(60)
+    assert counts(connection) == {"failed": MAX_VERDICTS - 1}
+    assert len(queued(connection)) == 13 - MAX_VERDICTS
     deaths = [
         int(connection.hget(f"rq:job:{job_id}", "livebatch_deaths") or 0) for job_id in queued(connection)
     ]

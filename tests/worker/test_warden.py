@@ -137,14 +137,25 @@ def test_one_that_does_not_start_is_tried_a_few_times_in_a_row(warden: Warden) -
 
 
 def test_one_that_says_why_it_cannot_be_built_is_not_tried_again(
-    warden: Warden, engine: CountingEngine
+    engine: CountingEngine,
 ) -> None:
-    error = LivebatchError("the model cannot run")
-    warden.died(Died("exit code 0", error))  # in its work: that is a death like any other
+    error, warden = LivebatchError("the model cannot run"), Warden(engine, 10)
+    warden.start()
     with pytest.raises(LivebatchError) as raised:
         warden.died(Died("exit code 0", error))
     assert raised.value is error
-    assert engine.starts == 2
+    assert engine.starts == 1
+
+
+def test_what_keeps_a_later_one_from_starting_may_pass(warden: Warden, engine: CountingEngine) -> None:
+    error = LivebatchError("no memory on the GPU")
+    warden.died(KILLED)
+    for _ in range(MAX_FAILED_STARTS - 1):
+        warden.died(Died("exit code 0", error))
+    with pytest.raises(LivebatchError) as raised:
+        warden.died(Died("exit code 0", error))
+    assert raised.value is error
+    assert engine.starts == MAX_FAILED_STARTS + 1
 
 
 def test_rows_are_guilty_until_all_of_them_are(warden: Warden) -> None:
