@@ -412,8 +412,11 @@ def _interruptible(hint: str) -> Iterator[None]:
 
 def _rest(files: Sequence[str], strict: bool, **flags: str | float | None) -> str:
     """How to go on with what is not queued yet; also where the batch has no record that says what it is."""
+    from producer.sources import is_read_once
+
     again = ["producer", "submit", *files, *["--strict"] * strict, *_flags(**flags)]
-    return f"queue the rest with: {shlex.join(again)}"
+    once = " (give the same input again)" if any(map(is_read_once, files)) else ""
+    return f"queue the rest with: {shlex.join(again)}{once}"
 
 
 def _seconds(hours: float | None) -> float | None:

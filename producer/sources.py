@@ -55,11 +55,12 @@ def expand(patterns: Sequence[str]) -> list[str]:
 def readable_twice(names: Sequence[str]) -> Iterator[list[Source]]:
     """The same files, standard input and pipes copied: a digest is taken before the first row is queued."""
     with ExitStack() as stack:
-        yield [Source(name, name if _is_file(name) else _copy(name, stack)) for name in names]
+        yield [Source(name, _copy(name, stack) if is_read_once(name) else name) for name in names]
 
 
-def _is_file(name: str) -> bool:
-    return name != STDIN and Path(name).is_file()
+def is_read_once(name: str) -> bool:
+    """Whether it is standard input or a pipe; no pattern is."""
+    return name == STDIN or (Path(name).exists() and not Path(name).is_file())
 
 
 def _copy(name: str, stack: ExitStack) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -360,6 +361,22 @@ def test_the_way_on_bears_what_no_record_says_yet(
     assert run(*shlex.split(again)) == 0
     left = float(connection.hget("livebatch:batch:m", "expires") or 0) - time.time()
     assert left == pytest.approx(5_400, abs=60)
+
+
+@pytest.mark.parametrize("name", ["-", "pipe", "in.jsonl", "*.jsonl"])
+def test_what_can_be_read_only_once_must_be_given_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The command alone would wait for ever, or find no such file."""
+    write(Path("in.jsonl"), rows(1))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}')))
+    read, fill = os.pipe()
+    os.close(fill)
+    monkeypatch.setattr(Store, "create", ctrl_c)
+    assert run("submit", f"/dev/fd/{read}" if name == "pipe" else name, "--batch-id", "m") == 4
+    os.close(read)
+    is_once = capsys.readouterr().err.endswith(" --format jsonl (give the same input again)\n")
+    assert is_once is (name in {"-", "pipe"})
 
 
 def ctrl_c(*_: object, **__: object) -> None:
