@@ -188,13 +188,13 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     batch_id = new_batch_id() if batch_id is None else batch_id
     options: dict[str, Any] = {"batch_id": batch_id, "queue": queue, "format": format}
     options["retry_failed"] = retry_failed
-    kept = None if keep_days == KEEP_DAYS else f"{keep_days:g}"
-    rest = _flags(**options, max_queued_bytes=max_queued_bytes, keep_days=kept, redis=_shown(redis))
-    again = ["producer", "submit", *(files or []), *rest]
+    kept = None if keep_days == KEEP_DAYS else keep_days
+    bounds = {"max_queued_bytes": max_queued_bytes, "expires_in": expires_in, "keep_days": kept}
+    rest = _rest(files or [], strict, **options, **bounds, redis=_shown(redis))
     collect = ["producer", "results", batch_id, "--follow", *output.flags(), *_flags(redis=_shown(redis))]
     with output.open(batch_id) as sink, _display(out or not wait) as show:
         follower = Follower(client, batch_id, output, sink, show)
-        with _interruptible(f"queue the rest with: {shlex.join(again)}"):
+        with _interruptible(rest):
             options |= {"strict": strict, "max_queued_bytes": most, "expires_in": _seconds(expires_in)}
             gather = follower.gather if wait and out and not ordered else None
             batch = _queue(client, files or [], show, gather, options)
@@ -410,14 +410,23 @@ def _interruptible(hint: str) -> Iterator[None]:
         raise StoreError(f"{error}; {hint}") from error
 
 
+def _rest(files: Sequence[str], strict: bool, **flags: str | float | None) -> str:
+    """How to go on with what is not queued yet; also where the batch has no record that says what it is."""
+    from producer.sources import is_read_once
+
+    again = ["producer", "submit", *files, *["--strict"] * strict, *_flags(**flags)]
+    once = " (give the same input again)" if any(map(is_read_once, files)) else ""
+    return f"queue the rest with: {shlex.join(again)}{once}"
+
+
 def _seconds(hours: float | None) -> float | None:
     return None if hours is None else 3600 * hours
 
 
-def _flags(**values: str | None) -> list[str]:
+def _flags(**values: str | float | None) -> list[str]:
     """``--batch-id B`` of ``batch_id="B"``; nothing of what is not given."""
     given = ((f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None)
-    return [word for pair in given for word in pair]
+    return [f"{word:g}" if isinstance(word, float) else word for pair in given for word in pair]
 
 
 def _shown(url: str | None) -> str | None:

@@ -26,6 +26,8 @@ from producer.wire import Failure, Result, parse_job_id
 
 PAGE_ROWS = 500
 BLOCK_MS = 1000  # how long to wait for an end before looking whether any row was lost
+MANY_PAGES = 4  # of rows without a name, then the names of all rows are kept: about 135 bytes a row
+MANY_WALKS = 32  # then, too: with ten million rows each takes 16 s
 PAUSE_SECONDS = 0.1  # after a page that was not full and may not be the last: 3 ms go into any page
 START = "0"
 
@@ -167,28 +169,33 @@ class Names:
     def __init__(self, store: Store, record: Record) -> None:
         self._store = store
         self._record = record
-        self._known: dict[str, str] = {}  # by job id
-        self._has_walked = False
+        self._known: dict[bytes, bytes] = {}  # by place, as Redis has it; b"": nobody knows it
+        self._sought = 0
+        self._walks = 0
 
     def of(self, job_id: str) -> str:
         """The row's custom id; its job id where nobody knows it."""
-        return self._known.get(job_id, job_id)
+        return as_text(self._known.get(self._place(job_id), b"")) or job_id
 
     def learn(self, job_ids: Set[str]) -> None:
         """Walk over the batch's ids for those not known yet.
 
-        A second walk keeps all it sees: it is a batch read after its release, where every row is such.
+        Once many were, a walk keeps all it sees: the batch is read after its release, and every row is such.
         """
-        wanted = job_ids - self._known.keys()
+        wanted = set(map(self._place, job_ids)) - self._known.keys()
         if not wanted:
             return
-        self._known.update({job_id: job_id for job_id in wanted})  # whom nobody knows is not sought again
+        self._sought += len(wanted)
+        self._walks += 1
+        keeps_all = self._sought > MANY_PAGES * PAGE_ROWS or self._walks > MANY_WALKS
+        self._known.update(dict.fromkeys(wanted, b""))  # whom nobody knows is not sought again
         pairs: Any = self._store.connection.hscan_iter(ids_key(self._record.id), count=PAGE_ROWS)
         for name, place in pairs:
-            job_id = f"{self._record.id}-{as_text(place)}"
-            if self._has_walked or job_id in wanted:
-                self._known[job_id] = as_text(name)
-        self._has_walked = True
+            if keeps_all or place in wanted:
+                self._known[place] = name
+
+    def _place(self, job_id: str) -> bytes:
+        return job_id.removeprefix(f"{self._record.id}-").encode()
 
 
 class InputOrder:

@@ -35,6 +35,7 @@ CHUNK_BYTES = 8 << 20  # of prompts; a thousand 1 MB prompts must not become one
 HOLD_SECONDS = 0.2  # between looks at a full Redis
 ROOMY = 0.5  # of maxmemory; a row that is refused with less in use, so many times in a row, is too large
 REFUSALS = 3
+LARGE_BYTES = 1 << 20  # a smaller row always waits: others filled Redis, and their transactions are gone
 NEARLY_FULL = "Redis is nearly full: waiting for room, which results collected with --release make"
 FOREVER = Retry(max=10**6)  # only we fail rows: a lease that ran out must never end one
 
@@ -98,13 +99,14 @@ class Enqueuer:
         while True:
             while why := self._why_hold(chunk):
                 self._hold(why)
+                refusals = 0
             try:
                 return self._transact(chunk)
             except OutOfMemoryError:  # though there was room a moment ago
                 if len(chunk) > 1:
                     return self._halves(chunk)
-            refusals += memory_used(self._store.connection) < ROOMY
-            if refusals == REFUSALS:
+            refusals = refusals + 1 if memory_used(self._store.connection) < ROOMY else 0
+            if refusals >= REFUSALS:
                 chunk = [self._too_large(row) for row in chunk]
             self._hold(NEARLY_FULL)
 
@@ -124,8 +126,8 @@ class Enqueuer:
         return done
 
     def _too_large(self, row: Row) -> Row:
-        """A row that found no room in a Redis that has some is a bad row: others behind it do not wait."""
-        if isinstance(row, BadRow):
+        """A large row for which a Redis with room has none is a bad row: others behind it do not wait."""
+        if isinstance(row, BadRow) or _weight(row) < LARGE_BYTES:
             return row
         text = f"Redis has no room for a row of this size ({show_bytes(_weight(row))}) in its maxmemory"
         return refused_row(row, RowError("line_too_long", text), self._titles)

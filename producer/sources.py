@@ -5,6 +5,7 @@ Owns finding files and saying which is missing. What stands in them is jsonl.py'
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import shutil
@@ -18,6 +19,8 @@ from pathlib import Path
 from producer.batch import SourceFile
 from producer.errors import UsageError
 from producer.lines import STDIN, STDIN_TITLE, check_readable
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +58,20 @@ def expand(patterns: Sequence[str]) -> list[str]:
 def readable_twice(names: Sequence[str]) -> Iterator[list[Source]]:
     """The same files, standard input and pipes copied: a digest is taken before the first row is queued."""
     with ExitStack() as stack:
-        yield [Source(name, name if _is_file(name) else _copy(name, stack)) for name in names]
+        yield [Source(name, _copy(name, stack) if is_read_once(name) else name) for name in names]
 
 
-def _is_file(name: str) -> bool:
-    return name != STDIN and Path(name).is_file()
+def is_read_once(name: str) -> bool:
+    """Whether it is standard input or a pipe; no pattern is."""
+    return name == STDIN or (Path(name).exists() and not Path(name).is_file())
 
 
 def _copy(name: str, stack: ExitStack) -> str:
     """What can be read only once in a temporary file, until ``stack`` ends; that file's name."""
-    copy = stack.enter_context(tempfile.NamedTemporaryFile(prefix="livebatch-input-"))  # noqa: SIM115
-    with _readable(Source(name, copy.name)), ExitStack() as opened:
+    with _readable(Source(name, "")), ExitStack() as opened:
+        copy = stack.enter_context(tempfile.NamedTemporaryFile(prefix="livebatch-input-"))
         once = sys.stdin.buffer if name == STDIN else opened.enter_context(Path(name).open("rb"))
-        shutil.copyfileobj(once, copy)
-        copy.flush()
+        shutil.copyfileobj(once, opened.enter_context(Path(copy.name).open("wb")))  # closed here: it may fail
     return copy.name
 
 
@@ -90,4 +93,7 @@ def _readable(source: Source) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in NO_ROOM:  # reading needs none
+            where = tempfile.gettempdir()
+            raise UsageError(f"{source.title}: no room for its copy in {where}: set TMPDIR") from error
         raise UsageError(f"{source.title}: cannot be read ({error.strerror or error})") from error

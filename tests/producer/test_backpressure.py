@@ -255,3 +255,40 @@ def test_a_row_larger_than_redis_fails_alone(tmp_path: Path, monkeypatch: pytest
     assert (batch.queued, batch.failed) == (2, 1)
     assert [failure.code for failure in failures] == ["line_too_long"]
     assert failures[0].message.startswith("line 2: Redis has no room for a row of this size (5.3 MB)")
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, connection: redis.Redis, *shares: float) -> None:
+    """One attempt after the other finds a full Redis, of which so much is in use the moment after it.
+
+    1.0: seen instead of an attempt.
+    """
+    left, attempts = list(shares), [False]
+
+    def look(_: redis.Redis) -> float:
+        was_attempt = attempts.pop() or left[:1] == [1.0]
+        attempts.append(bool(left) and not was_attempt)
+        connection.config_set("maxmemory", int(attempts[0]))
+        return left.pop(0) if was_attempt else 0.0
+
+    monkeypatch.setattr(enqueue, "memory_used", look)
+
+
+def test_a_small_row_waits_though_redis_was_full_only_for_moments(
+    client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another producer's transaction filled it and was gone: the row is none that never fits."""
+    path = write(tmp_path / "a.jsonl", rows(1))
+    refused(monkeypatch, connection, *[0.1] * 5)
+    assert client.submit([path]).queued == 1
+
+
+def test_refusals_of_a_row_count_only_in_a_row(
+    client: Client, connection: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enqueue, "LARGE_BYTES", 1)
+    path = write(tmp_path / "a.jsonl", rows(1))
+    refused(monkeypatch, connection, 0.1, 0.1, 0.6, 0.1, 0.1, 1.0, 0.1, 0.1)
+    assert client.submit([path]).queued == 1
+    path = write(tmp_path / "b.jsonl", rows(1))
+    refused(monkeypatch, connection, 0.6, 0.1, 0.1, 0.1)
+    assert client.submit([path]).failed == 1

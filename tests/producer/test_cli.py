@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from producer import cli, completions, enqueue
 from producer import connection as server
 from producer.client import Client
 from producer.embedded import EmbeddedRedis
+from producer.store import Store
 
 pytestmark = pytest.mark.redis
 
@@ -343,6 +346,37 @@ def test_redis_that_dies_while_rows_are_queued(
         dying.start()
         assert run(*shlex.split(again)) == 0
         assert [status.rows for status in Client().list()] == [5]
+
+
+def test_the_way_on_bears_what_no_record_says_yet(
+    run: Run, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted while the input was looked through: the batch will be what the second command says."""
+    write(Path("in.jsonl"), rows(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create", ctrl_c)
+        assert run("submit", "in.jsonl", "--batch-id", "m", "--strict", "--expires-in", "1.5") == 4
+    (again,) = re.findall("queue the rest with: producer (submit .*)", capsys.readouterr().err)
+    assert "--strict" in again
+    assert run(*shlex.split(again)) == 0
+    left = float(connection.hget("livebatch:batch:m", "expires") or 0) - time.time()
+    assert left == pytest.approx(5_400, abs=60)
+
+
+@pytest.mark.parametrize("name", ["-", "pipe", "in.jsonl", "*.jsonl"])
+def test_what_can_be_read_only_once_must_be_given_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The command alone would wait for ever, or find no such file."""
+    write(Path("in.jsonl"), rows(1))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}')))
+    read, fill = os.pipe()
+    os.close(fill)
+    monkeypatch.setattr(Store, "create", ctrl_c)
+    assert run("submit", f"/dev/fd/{read}" if name == "pipe" else name, "--batch-id", "m") == 4
+    os.close(read)
+    is_once = capsys.readouterr().err.endswith(" --format jsonl (give the same input again)\n")
+    assert is_once is (name in {"-", "pipe"})
 
 
 def ctrl_c(*_: object, **__: object) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -114,6 +116,19 @@ def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
         )
     assert (found.returncode, found.stdout) == (2, b"")
     assert found.stderr.startswith(b"producer: standard input: cannot be read (")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("size", [10, 10**6])
+def test_a_copy_that_finds_no_room_is_not_the_fault_of_the_input(
+    run: Run, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Of a little, the disk is asked only when the copy is closed."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(bytes(size))))
+    full = Path("/dev/full").open("r+b")  # noqa: SIM115 - who asks for a copy closes it
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda **_: full)
+    said = f"producer: standard input: no room for its copy in {tempfile.gettempdir()}: set TMPDIR\n"
+    assert run("validate", "-") == (2, "", said)
 
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}

@@ -176,7 +176,7 @@ def test_an_expired_result_is_a_failure_under_its_own_name(
     assert codes(client.results("m")) == {"r0": None, "r1": "batch_expired", "r2": None}
 
 
-def test_names_of_a_batch_read_after_its_release_cost_two_walks(
+def test_names_of_a_batch_read_after_its_release_cost_few_walks(
     client: Client,
     worker: TinyWorker,
     connection: redis.Redis,
@@ -190,7 +190,36 @@ def test_names_of_a_batch_read_after_its_release_cost_two_walks(
     connection.delete(*connection.keys("rq:results:*"))
     connection.config_resetstat()
     assert codes(client.results("m")) == {f"r{n}": "batch_expired" for n in range(100)}
-    assert connection.info("commandstats")["cmdstat_hscan"]["calls"] == 2
+    assert connection.info("commandstats")["cmdstat_hscan"]["calls"] == 5
+
+
+def test_the_names_of_a_batch_are_kept_only_where_many_are_sought(
+    connection: redis.Redis, submit: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few results that got lost must not bring the names of ten million rows into memory."""
+    monkeypatch.setattr(completions, "PAGE_ROWS", 10)
+    submit(*rows(100))
+    store = Store(connection)
+    names = completions.Names(store, store.record("m"))
+    for line in (1, 2, 3):
+        names.learn({f"m-0-{line}"})
+    assert [names.of(f"m-0-{line}") for line in (1, 2, 3, 4)] == ["r0", "r1", "r2", "m-0-4"]
+    names.learn({f"m-0-{line}" for line in range(10, 50)})
+    assert names.of("m-0-4") == "r3"
+
+
+def test_rows_whose_names_are_sought_one_by_one_cost_few_walks(
+    connection: redis.Redis, submit: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "MANY_WALKS", 3)
+    submit(*rows(20))
+    store = Store(connection)
+    names = completions.Names(store, store.record("m"))
+    connection.config_resetstat()
+    for line in range(1, 21):
+        names.learn({f"m-0-{line}"})
+    assert [names.of(f"m-0-{line}") for line in range(1, 21)] == [f"r{n}" for n in range(20)]
+    assert connection.info("commandstats")["cmdstat_hscan"]["calls"] == 4
 
 
 def test_names_of_rows_queued_meanwhile_are_found(
