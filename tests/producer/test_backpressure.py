@@ -23,11 +23,6 @@ from producer.store import as_text, ids_key
 pytestmark = pytest.mark.redis
 
 
-@pytest.fixture
-def client(redis_url: str) -> Client:
-    return Client(redis_url)
-
-
 @pytest.fixture(autouse=True)
 def short_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enqueue, "HOLD_SECONDS", 0.001)

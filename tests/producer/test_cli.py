@@ -39,11 +39,6 @@ def environment(redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @pytest.fixture
-def worker(connection: redis.Redis) -> TinyWorker:
-    return TinyWorker(connection)
-
-
-@pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """`producer ...` in this process; its exit code."""
 

@@ -35,16 +35,6 @@ from producer.wire import Failure, Request, Result
 pytestmark = pytest.mark.redis
 
 
-@pytest.fixture
-def client(redis_url: str) -> Client:
-    return Client(redis_url)
-
-
-@pytest.fixture
-def worker(connection: redis.Redis) -> TinyWorker:
-    return TinyWorker(connection)
-
-
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "BLOCK_MS", 20)

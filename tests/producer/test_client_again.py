@@ -18,16 +18,6 @@ from producer.store import batch_key
 pytestmark = pytest.mark.redis
 
 
-@pytest.fixture
-def client(redis_url: str) -> Client:
-    return Client(redis_url)
-
-
-@pytest.fixture
-def worker(connection: redis.Redis) -> TinyWorker:
-    return TinyWorker(connection)
-
-
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "BLOCK_MS", 20)

@@ -29,11 +29,6 @@ class Stop(Exception):
     """A producer that dies at a chosen moment."""
 
 
-@pytest.fixture
-def client(redis_url: str) -> Client:
-    return Client(redis_url)
-
-
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enqueue, "CHUNK_ROWS", 10)
