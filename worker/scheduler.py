@@ -20,7 +20,7 @@ from worker.blocks import BlockPool, blocks_for
 from worker.live import LiveBatch
 from worker.sequence import Indices, Ints, Output, Row, Sequence, Step
 
-MOST_HELD = 4  # steps in a row in which decodes may wait for prompts; one step in five is next to nothing
+MOST_HELD = 4  # steps in a row in which decodes wait and new rows are seated all the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
