@@ -9,21 +9,27 @@ from typing import Any
 from e2e.harness import Line, error_code
 
 DUMMY = "dummy"
+MANY = 1000  # from here on a storm lasts by the number of its rows; before, by their length
 SUBJECTS = ("the sea", "a clock", "winter", "bread", "a bridge", "the moon", "glass", "a letter")
 
 
-def make(model: str, count: int, prefix: str) -> list[Line]:
-    """Rows unlike one another. The dummy answers with its prompt, a token a step."""
+def make(model: str, count: int, prefix: str, storm_rows: int) -> list[Line]:
+    """Rows unlike one another. The dummy answers with its prompt, a token a step.
+
+    A storm of few rows has long ones: its faults wait for rows to end, and have to come before the last does.
+    """
     draw = random.Random(prefix)
+    longest = 200 if storm_rows >= MANY else 3000
     make_one = _echoed if model == DUMMY else _sampled
-    return [{"custom_id": f"{prefix}{index}", **make_one(index, draw)} for index in range(count)]
+    return [{"custom_id": f"{prefix}{index}", **make_one(index, draw, longest)} for index in range(count)]
 
 
-def _echoed(index: int, draw: random.Random) -> Line:
-    return {"prompt": f"<{index}>" + "x" * draw.randint(20, 200), "max_tokens": 4000, "temperature": 0}
+def _echoed(index: int, draw: random.Random, longest: int) -> Line:
+    prompt = f"<{index}>" + "x" * draw.randint(longest // 10, longest)
+    return {"prompt": prompt, "max_tokens": 4000, "temperature": 0}
 
 
-def _sampled(index: int, draw: random.Random) -> Line:
+def _sampled(index: int, draw: random.Random, _longest: int) -> Line:
     greedy = index % 4 == 0
     return {
         "prompt": f"{index}. A sentence about {draw.choice(SUBJECTS)}:",

@@ -152,7 +152,7 @@ def run(plans: list[Plan], keep: Path | None, out: Path | None) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         sizes = {MAIN: first.rows, DOOMED: max(20, first.rows // 5)}
         files = {
-            batch: write(folder / f"{batch}.jsonl", make(first.model, size, batch[0]))
+            batch: write(folder / f"{batch}.jsonl", make(first.model, size, batch[0], first.rows))
             for batch, size in sizes.items()
         }
         begun = time.monotonic()
