@@ -17,7 +17,7 @@ from typing import Any
 from producer.errors import UsageError
 
 _CUDA = "CUDAExecutionProvider"
-_ANY_EXTRA = "pip install 'livebatch[cuda13]' (or [cuda12] for a driver that knows CUDA 12 only)"
+_ANY_EXTRA = "pip install '.[cuda13]' in livebatch's folder ('.[cuda12]' if the driver knows CUDA 12 only)"
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 
 
@@ -30,7 +30,9 @@ def runtime() -> str:
             f"pip uninstall -y {' '.join(_RUNTIMES)}, then install livebatch with one extra again"
         )
     if not installed or importlib.util.find_spec("onnxruntime") is None:
-        raise UsageError(f"no ONNX Runtime: pip install 'livebatch[cpu]', or for a GPU {_ANY_EXTRA}")
+        raise UsageError(
+            f"no ONNX Runtime: pip install '.[cpu]' in livebatch's folder, or for a GPU {_ANY_EXTRA}"
+        )
     return f"{installed[0]} {metadata.version(installed[0])}"
 
 
@@ -73,7 +75,7 @@ def _wrong_driver(ordinal: int) -> str | None:
     if known < built_for:
         return (
             f"the driver knows CUDA {known}, onnxruntime-gpu is built for CUDA {built_for}. "
-            "Update NVIDIA's driver, or pip install 'livebatch[cuda12]' in a new environment"
+            "Update NVIDIA's driver, or pip install '.[cuda12]' in a new environment"
         )
     if ordinal >= count.value:
         return f"there is no device {ordinal}: the driver shows {count.value} (see CUDA_VISIBLE_DEVICES)"

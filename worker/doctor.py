@@ -28,7 +28,7 @@ class Finding:
     """One answer. A fatal one means that a worker would not start."""
 
     subject: str
-    verdict: str  # ok, warning or error
+    verdict: str  # ok, note, warning or error
     text: str
 
     @property
@@ -74,7 +74,7 @@ def _device(settings: Settings) -> Answers:
     if obstacle is None:
         yield "ok", f"CUDA can be used: {devices.cuda_name(int(ordinal or 0))}"
     else:
-        yield ("error" if kind == "cuda" else "ok"), f"CUDA cannot be used: {obstacle}"
+        yield ("error" if kind == "cuda" else "note"), f"CUDA cannot be used: {obstacle}"
 
 
 def _model(settings: Settings) -> Answers:

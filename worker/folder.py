@@ -93,8 +93,7 @@ class ModelFolder:
     @classmethod
     def load(cls, path: Path) -> ModelFolder:
         """Reads and checks the folder. Raises UsageError naming the file and key at fault, and what to do."""
-        if not path.is_dir():
-            raise UsageError(f"{path}: no such model folder. Make one with `make model` or `worker build`.")
+        _check_is_one(path)
         config = GenaiConfig.read(file_within(path, CONFIG_FILE, "the model's config"))
         _refuse_unsupported(config)
         file = file_within(path, config.text("model.decoder.filename"), "model.decoder.filename")
@@ -157,6 +156,15 @@ class ModelFolder:
     def layer_names(self, word: str) -> list[str]:
         """Graph names of a per-layer input or output, such as "past_key_names". [num_layers]"""
         return [self.names[word].replace("%d", str(layer)) for layer in range(self.num_layers)]
+
+
+def _check_is_one(path: Path) -> None:
+    """A folder, and not one of model folders."""
+    if not path.is_dir():
+        raise UsageError(f"{path}: no such model folder. Make one with `make model` or `worker build`.")
+    inside = sorted(config.parent for config in path.glob(f"*/{CONFIG_FILE}"))
+    if inside and not (path / CONFIG_FILE).exists():
+        raise UsageError(f"{path} holds model folders and is none itself: name one, such as {inside[0]}.")
 
 
 def _refuse_unsupported(config: GenaiConfig) -> None:

@@ -147,7 +147,7 @@ def open_session(folder: ModelFolder, threads: int | None) -> ort.InferenceSessi
     if version < _OLDEST_RUNTIME:
         raise UsageError(
             f"onnxruntime {ort.__version__} computes paged attention wrongly; at least "
-            f"{'.'.join(map(str, _OLDEST_RUNTIME))} is needed: pip install -U 'livebatch[cpu]'"
+            f"{'.'.join(map(str, _OLDEST_RUNTIME))} is needed: pip install -U '.[cpu]' in livebatch's folder"
         )
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 
 from producer.errors import UsageError
-from worker import devices
+from worker import devices, doctor, settings
 
 
 class Driver:
@@ -88,19 +88,30 @@ def test_cupy_of_another_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     assert re.search("CuPy is built for CUDA 12, .* for CUDA 13.*new environment", str(devices._wrong_cupy()))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert re.search(r"cannot be imported.*livebatch\[cuda13\]", str(devices._wrong_cupy()))
+    assert re.search(r"cannot be imported.*'\.\[cuda13\]'", str(devices._wrong_cupy()))
+
+
+@pytest.mark.parametrize(("device", "verdict"), [("cpu", "note"), ("cuda", "error")])
+def test_only_who_asks_for_cuda_has_an_error(
+    device: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    told = settings.read(model="models/any", redis_url="redis://127.0.0.1:1", device=device)
+    first, second = (found for found in doctor.examine(told) if found.subject == "device")
+    assert (first.verdict, second.verdict) == ("ok", verdict)
+    assert "can use the CPU" in first.text and "CUDA cannot be used" in second.text
 
 
 def test_a_runtime_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    assert re.search(r"is for CPUs.*uninstall.*livebatch\[cuda13\]", str(devices.cuda_obstacle(0)))
+    assert re.search(r"is for CPUs.*uninstall.*'\.\[cuda13\]'", str(devices.cuda_obstacle(0)))
 
 
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
         ({"onnxruntime", "onnxruntime-gpu"}, "both installed.*pip uninstall -y onnxruntime onnxruntime-gpu"),
-        (set(), r"no ONNX Runtime.*livebatch\[cpu\]"),
+        (set(), r"no ONNX Runtime.*'\.\[cpu\]'"),
     ],
 )
 def test_one_runtime_and_no_other(installed: set[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

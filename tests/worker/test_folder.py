@@ -150,6 +150,11 @@ def test_missing_folder_and_missing_files(folder: Path) -> None:
             ModelFolder.load(folder)
 
 
+def test_a_folder_of_model_folders(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"is none itself: name one, such as .*/tiny-q8"):
+        ModelFolder.load(folder.parent)
+
+
 @pytest.mark.parametrize("damage", [b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_damaged_config(damage: bytes, folder: Path) -> None:
     (folder / "genai_config.json").write_bytes(damage)

@@ -26,7 +26,8 @@ def build_parts(folder: ModelFolder, settings: EngineSettings) -> tuple[CudaMode
         cp.cuda.Device(settings.gpu).use()
     except Exception as error:  # neither package, or no driver, or no such GPU: the doctor tells them apart
         raise UsageError(
-            f"--device {settings.device}: {error}. `worker check` says what is missing."
+            f"--device {settings.device}: {error}. "
+            f"`worker check --device {settings.device}` says what is missing."
         ) from error
     from kernels.cuda import BatchedSampler
     from kernels.feed import Feed
