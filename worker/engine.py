@@ -150,6 +150,8 @@ class Engine:
             try:
                 self._sampler.admit(sequence.slot, row.params, row.prompt, sequence.output)
                 self._seated.add(sequence.slot)
+            except (RuntimeError, MemoryError):  # the device's words, which concern no row
+                raise
             except Exception as error:
                 refused[row.id] = error
                 with suppress(KeyError):  # of a slot that it had not yet taken

@@ -56,7 +56,10 @@ class Sampler(Protocol):
     """Logits in, one token a row out. Per-row state lives by slot from ``admit`` to ``release``."""
 
     def admit(self, slot: int, params: RowParams, prompt: Seq[int], output: Seq[int] = ()) -> None:
-        """Takes a free slot for a row; ``output``: what it had generated when it was preempted."""
+        """Takes a free slot for a row; ``output``: what it had generated when it was preempted.
+
+        RuntimeError and MemoryError are the device's; any other error says that this row cannot be taken.
+        """
 
     def release(self, slot: int) -> None:
         """Frees a slot; nothing of its row may reach the next."""

@@ -261,6 +261,27 @@ def test_a_lost_device_ends_the_process_though_the_sampler_fails_on_it_too() -> 
         engine.step()
 
 
+class FaultyDevice(PickySampler):
+    """Fails once, as the third row of a step is told to it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(late=False)
+        self._errors = {2: error}
+
+    def admit(self, slot: int, params: RowParams, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
+        if slot in self._errors:
+            raise self._errors.pop(slot)
+        super().admit(slot, params, prompt, output)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("illegal address"), MemoryError("out of memory")])
+def test_a_device_that_fails_as_rows_are_seated_is_no_rows_fault(error: Exception) -> None:
+    rows = plain(12)
+    ledger = run_all(Engine(HashModel(), FaultyDevice(error), Policy(max_batch=8, prefill_tokens=64)), rows)
+    assert not failed(ledger)
+    assert_equal_alone(ledger, rows)
+
+
 def test_a_sampler_that_takes_nobody_is_not_the_rows_fault() -> None:
     rows = {number: row(number, [1], max_tokens=5, seed=666) for number in range(12)}
     engine = Engine(HashModel(), PickySampler(late=False), Policy(max_batch=2, prefill_tokens=16))
