@@ -25,6 +25,8 @@ from producer.errors import StoreError
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 PORT_ATTEMPTS = 5  # another process may take the free port between our look and the server's bind
+WATCH_SECONDS = 0.2  # between looks whether a server in the foreground still lives
+TAKEN = "Address already in use"  # as the server's log says it
 
 
 def find_server() -> Path:
@@ -63,6 +65,7 @@ class EmbeddedRedis:
         self.port = port
         self._extra = extra
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where the last start's words begin in the log
 
     @property
     def url(self) -> str:
@@ -85,9 +88,22 @@ class EmbeddedRedis:
             self.port = keep or free_port()
             if self._launch(binary):
                 return self
-        words = self._last_words()
+        said = self._said()
         self.stop()
-        raise StoreError(f"the embedded Redis did not start: {words}")
+        if TAKEN in said:
+            raise StoreError(
+                f"port {self.port} is taken by another program: end that one, or name another port"
+            )
+        raise StoreError(f"the embedded Redis did not start: {_last_line(said)}")
+
+    def check(self) -> None:
+        """Raises StoreError, with its last words, when the server has ended by itself."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise StoreError(
+                f"the embedded Redis ended by itself ({how}): {_last_line(self._said())}. "
+                f"Its data is in {self.directory}: start it again there"
+            )
 
     def kill(self) -> None:
         """SIGKILL, as a crash would. Data and port stay."""
@@ -110,6 +126,7 @@ class EmbeddedRedis:
 
     def _launch(self, binary: Path) -> bool:
         with (self.directory / "server.log").open("ab") as log:
+            self._log_start = log.tell()
             # Its own session: Ctrl-C in the terminal is for the programs that use the server.
             process = subprocess.Popen(
                 self._command(binary),
@@ -150,28 +167,49 @@ class EmbeddedRedis:
             process.kill()
             process.wait()
 
-    def _last_words(self) -> str:
-        lines = (self.directory / "server.log").read_text(errors="replace").splitlines()
-        return lines[-1] if lines else "it said nothing"
+    def _said(self) -> str:
+        """What stands in the log since the last start."""
+        with (self.directory / "server.log").open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+
+def _last_line(text: str) -> str:
+    lines = text.splitlines()
+    return lines[-1] if lines else "it said nothing"
 
 
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
-    """Ask until the server says PONG (LOADING while it reads its file); False when it ends or never does."""
+    """Ask until the server says PONG (LOADING while it reads its file); False when it ends or never does.
+
+    It must be ours: another one that holds the port answers too, until ours has found out and ended.
+    """
     deadline = time.monotonic() + START_SECONDS
+    ours = f"\nprocess_id:{process.pid}\r".encode()
     while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
-                connection.sendall(b"PING\r\n")
-                if connection.recv(64).startswith(b"+PONG") and process.poll() is None:
-                    return True
-        except OSError:
-            pass
+        answer = _ask(port)
+        if answer.startswith(b"+PONG") and ours in answer:
+            return True
         time.sleep(0.01)  # there is no event to wait on: the server is not our code
     return False
 
 
+def _ask(port: int) -> bytes:
+    """What stands on this port says of itself; empty where nothing does."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(b"PING\r\nINFO server\r\nQUIT\r\n")
+            with connection.makefile("rb") as answer:
+                return answer.read(1 << 16)
+    except OSError:
+        return b""
+
+
 def main() -> None:
-    """``python -m producer.embedded``: a durable Redis in the foreground, until SIGTERM or Ctrl-C."""
+    """``python -m producer.embedded``: a durable Redis in the foreground, until SIGTERM or Ctrl-C.
+
+    Exits with 1 where it cannot start, or when the server ends by itself.
+    """
     parser = argparse.ArgumentParser(prog="python -m producer.embedded", description=main.__doc__)
     parser.add_argument("--port", type=int, default=6379, help="default: 6379")
     parser.add_argument("--directory", type=Path, required=True, help="where its data lives; it is kept")
@@ -182,7 +220,8 @@ def main() -> None:
     try:
         with EmbeddedRedis(options.directory.resolve(), port=options.port) as server:
             print(f"{server.url} (data in {server.directory})", flush=True)
-            asked.wait()
+            while not asked.wait(WATCH_SECONDS):
+                server.check()
     except StoreError as error:
         sys.exit(f"error: {error}")
 
