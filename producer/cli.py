@@ -1,26 +1,42 @@
 """The `producer` command: parse, call Client, print, exit code.
 
-Owns flags, wording and exit codes. Must not know keys. redis, rq and rich are imported by the command
-that uses it: `producer --help` starts without them.
+Owns commands, wording and exit codes; their flags are flags.py's. Must not know keys. redis, rq and rich are
+imported by the command that uses it: `producer --help` starts without them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from producer.connection import redact
+from producer import again
 from producer.errors import HalfQueuedError, LivebatchError, StoreError, UsageError
+from producer.flags import (
+    BatchId,
+    Errors,
+    ExpiresIn,
+    Files,
+    FilesToSubmit,
+    Flat,
+    Format,
+    Json,
+    MaxQueuedBytes,
+    NewBatchId,
+    Ordered,
+    Out,
+    Redis,
+    Release,
+    RetryFailed,
+)
 from producer.following import Follower, queued_line, say
 from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
 
@@ -67,57 +83,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-FILES_HELP = 'JSONL files, patterns, .gz, or "-" for standard input.'
-Files = Annotated[list[str], typer.Argument(help=FILES_HELP)]
-FilesToSubmit = Annotated[
-    list[str] | None, typer.Argument(metavar="FILES...", help=FILES_HELP, show_default=False)
-]
-NewBatchId = Annotated[
-    str | None, typer.Option("--batch-id", help="Name it; submitting again adds only what is missing.")
-]
-MaxQueuedBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--max-queued-bytes", metavar="SIZE", help="Most that waits in Redis at a time, such as 512M."
-    ),
-]
-ExpiresIn = Annotated[
-    float | None,
-    typer.Option(
-        "--expires-in", metavar="HOURS", min=0.0, help="Rows not done by then end as batch_expired."
-    ),
-]
-RetryFailed = Annotated[
-    str | None,
-    typer.Option("--retry-failed", metavar="BATCH", help="Only the rows of that batch that have no answer."),
-]
-BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="A batch id, as submit and list print it.")]
-Redis = Annotated[
-    str | None,
-    typer.Option("--redis", metavar="URL", help="Default: REDIS_URL, else redis://127.0.0.1:6379."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-Format = Annotated[
-    Literal["jsonl", "text"], typer.Option("--format", help="text: each line is a prompt, as it stands.")
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--out", metavar="OUT", help="Results file; OUT.cursor beside it remembers how far it is."
-    ),
-]
-Ordered = Annotated[bool, typer.Option("--ordered", help="Input order instead of order of completion.")]
-Flat = Annotated[bool, typer.Option("--flat", help="Short lines: custom_id, text, finish_reason, usage.")]
-Errors = Annotated[
-    Path | None,
-    typer.Option("--errors-file", metavar="FILE", help="Failed rows go there instead of OUT."),
-]
-
-
-Release = Annotated[
-    bool, typer.Option("--release", help="Delete each row from Redis once its result is in OUT.")
-]
 
 
 def _show_version(wanted: bool) -> None:
@@ -190,8 +155,8 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     options["retry_failed"] = retry_failed
     kept = None if keep_days == KEEP_DAYS else keep_days
     bounds = {"max_queued_bytes": max_queued_bytes, "expires_in": expires_in, "keep_days": kept}
-    rest = _rest(files or [], strict, **options, **bounds, redis=_shown(redis))
-    collect = ["producer", "results", batch_id, "--follow", *output.flags(), *_flags(redis=_shown(redis))]
+    rest = again.rest(files or [], strict, **options, **bounds, redis=again.shown(redis))
+    collect = again.collect(batch_id, output, redis)
     with output.open(batch_id) as sink, _display(out or not wait) as show:
         follower = Follower(client, batch_id, output, sink, show)
         with _interruptible(rest):
@@ -200,10 +165,10 @@ def submit(  # noqa: PLR0917 - Typer passes by name
             batch = _queue(client, files or [], show, gather, options)
         if wait:
             say(f"batch {batch_id}: {queued_line(batch)}")
-            with _interruptible(f"batch {batch_id} goes on; come back with: {shlex.join(collect)}"):
+            with _interruptible(f"batch {batch_id} goes on; come back with: {collect}"):
                 follower.run(follow=True)
     if not wait:
-        _report_queued(batch, shlex.join(collect), as_json)
+        _report_queued(batch, collect, as_json)
     status = client.status(batch_id)
     say(follower.summary(status))
     _finish(status, follower.failed, as_json)
@@ -410,28 +375,8 @@ def _interruptible(hint: str) -> Iterator[None]:
         raise StoreError(f"{error}; {hint}") from error
 
 
-def _rest(files: Sequence[str], strict: bool, **flags: str | float | None) -> str:
-    """How to go on with what is not queued yet; also where the batch has no record that says what it is."""
-    from producer.sources import is_read_once
-
-    again = ["producer", "submit", *files, *["--strict"] * strict, *_flags(**flags)]
-    once = " (give the same input again)" if any(map(is_read_once, files)) else ""
-    return f"queue the rest with: {shlex.join(again)}{once}"
-
-
 def _seconds(hours: float | None) -> float | None:
     return None if hours is None else 3600 * hours
-
-
-def _flags(**values: str | float | None) -> list[str]:
-    """``--batch-id B`` of ``batch_id="B"``; nothing of what is not given."""
-    given = ((f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None)
-    return [f"{word:g}" if isinstance(word, float) else word for pair in given for word in pair]
-
-
-def _shown(url: str | None) -> str | None:
-    """The URL in a command that may be copied; *** stands for what is not to be printed."""
-    return None if url is None else redact(url) + "?***" * ("?" in url)
 
 
 def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: bool) -> None:

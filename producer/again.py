@@ -1,0 +1,41 @@
+"""Commands by which a person goes on: with the rest of a batch, or with its results.
+
+Owns their words: what is printed can be copied into a shell. Must not know Redis.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from producer.connection import redact
+
+if TYPE_CHECKING:
+    from producer.output import Output
+
+
+def rest(files: Sequence[str], strict: bool, **flags: str | float | None) -> str:
+    """How to go on with what is not queued yet; also where the batch has no record that says what it is."""
+    from producer.sources import is_read_once
+
+    again = ["producer", "submit", *files, *["--strict"] * strict, *flag_words(**flags)]
+    once = " (give the same input again)" if any(map(is_read_once, files)) else ""
+    return f"queue the rest with: {shlex.join(again)}{once}"
+
+
+def collect(batch_id: str, output: Output, redis: str | None) -> str:
+    """The command that takes a batch's results to its end, into the same file as before."""
+    flags = [*output.flags(), *flag_words(redis=shown(redis))]
+    return shlex.join(["producer", "results", batch_id, "--follow", *flags])
+
+
+def flag_words(**values: str | float | None) -> list[str]:
+    """``--batch-id B`` of ``batch_id="B"``; nothing of what is not given."""
+    given = ((f"--{name.replace('_', '-')}", value) for name, value in values.items() if value is not None)
+    return [f"{word:g}" if isinstance(word, float) else word for pair in given for word in pair]
+
+
+def shown(url: str | None) -> str | None:
+    """The URL in a command that may be copied; *** stands for what is not to be printed."""
+    return None if url is None else redact(url) + "?***" * ("?" in url)
