@@ -26,7 +26,10 @@ NOT_DURABLE = (
     "this Redis keeps no append-only file: if it dies, accepted rows are lost. "
     "Turn it on: redis-cli CONFIG SET appendonly yes"
 )
-START_ONE = "Start one (redis-server --appendonly yes) or give its URL with --redis or REDIS_URL"
+START_ONE = (
+    "Start one (redis-server --appendonly yes, or python -m producer.embedded --directory out/redis) "
+    "or give its URL with --redis or REDIS_URL"
+)
 NAME_SIGNER = "Name the file of who signed it in the URL: rediss://...?ssl_ca_certs=FILE"
 UNPRINTABLE = "the given Redis URL"  # shown for one of which any part may be the password's
 MEMORY_FULL = 0.85  # of maxmemory; beyond it a producer holds, so that workers can still drain

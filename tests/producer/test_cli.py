@@ -243,7 +243,7 @@ def test_redis_away_exits_3(run: Run, capsys: pytest.CaptureFixture[str], comman
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "redis://:***@127.0.0.1:1" in said
-    assert "redis-server --appendonly yes" in said
+    assert "redis-server --appendonly yes, or python -m producer.embedded --directory out/redis" in said
     assert "secret" not in said
     assert not Path("out.jsonl").exists()
 
