@@ -100,7 +100,8 @@ class Follower:
 
 
 def queued_line(batch: Batch) -> str:
-    """``queued 24 rows on livebatch, 2 bad (their results say why)``."""
+    """``queued 24 rows on livebatch, 2 bad (their results say why)``, and where 1 is bad, ``its result``."""
     already = f", {batch.already:,} were there already" if batch.already else ""
-    bad = f", {batch.failed:,} bad (their results say why)" if batch.failed else ""
+    why = "its result says why" if batch.failed == 1 else "their results say why"
+    bad = f", {batch.failed:,} bad ({why})" if batch.failed else ""
     return f"queued {batch.queued:,} rows on {batch.queue}{already}{bad}"

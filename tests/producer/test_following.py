@@ -70,6 +70,11 @@ def test_submit_wait_says_the_id_and_sums_up(run: Run, work: Callable[..., None]
     assert said.endswith("4 completed, 3 failed -> out.jsonl\nfailed: 2 invalid_value, 1 timeout\n")
 
 
+def test_one_bad_line_has_one_result(run: Run) -> None:
+    write(Path("in.jsonl"), [*rows(1), "{bad"])
+    assert "1 bad (its result says why)" in run("submit", "in.jsonl")[1]
+
+
 def test_results_sum_up_what_completed(run: Run, work: Callable[..., None]) -> None:
     write(Path("in.jsonl"), rows(5))
     run("submit", "in.jsonl", "--batch-id", "m")
