@@ -160,10 +160,12 @@ class Enqueuer:
         )  # bytes of the bitmap; WATCHed, so read-modify-write
         accepted = bytearray(cast(bytes, pipe.getrange(lines, base, last)))
         accepted.extend(bytes(last - base + 1 - len(accepted)))
-        new = [row for row in chunk if not _accept(accepted, row.line - 8 * base)]
-        good, bad = self._split(pipe, new)
+        new, before = list[Row](), list[Row]()
+        for row in chunk:
+            (before if _accept(accepted, row.line - 8 * base) else new).append(row)
+        (good, bad), sound = self._split(pipe, new), self._sound(pipe, before)
         pipe.multi()
-        size = 0 if len(new) == len(chunk) else sum(map(_weight, chunk)) - sum(map(_weight, new))
+        size = sum(map(_weight, before))
         if new:
             pipe.setrange(lines, base, bytes(accepted))
             pipe.hincrby(counts_key(batch), "rows", len(new))
@@ -172,7 +174,7 @@ class Enqueuer:
         pipe.hset(counts_key(batch), "queued_at", repr(time.time()))
         pipe.execute()
         self._backlog.add(len(chunk) - len(bad), size)
-        return Progress(len(good), len(chunk) - len(new), len(bad))
+        return Progress(len(good), sound, len(chunk) - len(good) - sound)
 
     def _refuse_if_cancelled(self, state: bytes | str | None) -> None:
         if state is None or as_text(state) == "cancelled":
@@ -192,6 +194,12 @@ class Enqueuer:
             else:
                 bad.append(duplicate_row(request, first, self._titles))
         return good, [row.result(int(time.time())) for row in bad]
+
+    def _sound(self, pipe: Pipeline, rows: Sequence[Row]) -> int:
+        """How many of these accepted rows were queued then: no bad lines, and their custom ids are theirs."""
+        requests = [row for row in rows if isinstance(row, Request)]
+        owners = self._taken(pipe, [request.custom_id for request in requests])
+        return sum(owners.get(request.custom_id) == request.job_id for request in requests)
 
     def _taken(self, pipe: Pipeline, names: Sequence[str]) -> dict[str, str]:
         """Which of these custom ids the batch has already, and whose (job ids) they are."""

@@ -135,6 +135,16 @@ def test_submit_again_counts_what_was_there(run: Run, capsys: pytest.CaptureFixt
     assert "queued 0 rows on livebatch, 3 were there already" in capsys.readouterr().err
 
 
+def test_submit_again_says_again_which_lines_are_bad(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that is no JSON, and one whose custom_id is another's."""
+    write(Path("in.jsonl"), [*rows(3), "{bad", *rows(1)])
+    assert run("submit", "in.jsonl", "--batch-id", "m") == 1
+    assert "queued 3 rows on livebatch, 2 bad" in capsys.readouterr().err
+    assert run("submit", "in.jsonl", "--batch-id", "m") == 1
+    assert "queued 0 rows on livebatch, 3 were there already, 2 bad" in capsys.readouterr().err
+    assert Client().status("m").failed == 2
+
+
 def test_submit_wait_writes_results(
     run: Run, background: Callable[[], threading.Thread], capsys: pytest.CaptureFixture[str]
 ) -> None:
