@@ -87,6 +87,7 @@ class Client:
 
         Submitting the same files again under the same ``batch_id`` adds only what is missing. A bad line gets
         an error result; with ``strict`` a bad line refuses all (BadLinesError), ``on_bad`` seeing each.
+        Input of which no line is JSON is refused, too: it is something else.
         ``max_queued_bytes`` bounds what waits of the batch in Redis: beyond it the call waits for workers.
         ``expires_in``: seconds from now after which rows that have not ended end as "batch_expired".
         ``retry_failed``: a batch that is over; only its rows without an answer are queued, bad lines left
@@ -95,7 +96,7 @@ class Client:
         ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server.
         """
         from producer import sources
-        from producer.validation import BadLinesError, validate
+        from producer.validation import BadLinesError, require_json, validate
 
         self._check(on_warning)
         if retry_failed is not None and not files:
@@ -103,6 +104,8 @@ class Client:
         with sources.readable_twice(sources.expand(files)) as found:
             if strict and (validation := validate(found, format, on_bad, _ignore)).bad:
                 raise BadLinesError(validation)
+            if format == "jsonl" and retry_failed is None:
+                require_json(found)
             return self._submit(
                 found,
                 queue=queue,

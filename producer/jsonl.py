@@ -91,6 +91,19 @@ def read_rows(
         yield parse(line.data, place) if line.whole else _too_long(line, place, max_line_bytes)
 
 
+def has_json(path: str, title: str) -> bool:
+    """Whether any line of the file is JSON, good or bad; one too long to tell counts as such."""
+    return any(not line.whole or _is_json(line.data) for line in read_lines(path, title=title))
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        _load(data)
+    except RowError:
+        return False
+    return True
+
+
 def parse_line(data: bytes, place: Place) -> wire.Request | BadRow:
     """One JSONL line."""
     try:

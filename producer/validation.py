@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from producer.batch import Progress
 from producer.errors import UsageError
-from producer.jsonl import BadRow, Duplicates, Format, read_rows
+from producer.jsonl import BadRow, Duplicates, Format, has_json, read_rows
 from producer.rules import clean
 from producer.sources import Source
 from producer.wire import Request
@@ -32,11 +32,11 @@ class Validation:
     def hint(self) -> str:
         """To be put behind the counts where there are rows, and not one of them is JSON; else empty."""
         is_no_jsonl = 0 < self.rows == self.codes["invalid_json"]
-        return "; is this JSONL? --format text takes one prompt a line" if is_no_jsonl else ""
+        return "; is this plain text? --format text takes one prompt a line" if is_no_jsonl else ""
 
 
 class BadLinesError(UsageError):
-    """A strict submission was refused; nothing was queued."""
+    """A strict submission was refused, or one without a line of JSON; nothing was queued."""
 
     def __init__(self, validation: Validation) -> None:
         first = f", the first: {validation.first.failure.message}" if validation.first else ""
@@ -100,3 +100,12 @@ def validate(
             found.codes[bad.failure.code] += 1
             on_bad(bad)
     return found
+
+
+def require_json(sources: Sequence[Source]) -> None:
+    """Raises BadLinesError where there are rows, and no line is JSON. Reads as far as the first that is."""
+    if any(has_json(source.path, source.title) for source in sources):
+        return
+    found = validate(sources, "jsonl", lambda _: None, lambda _: None)
+    if found.rows:
+        raise BadLinesError(found)

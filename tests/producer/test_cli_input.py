@@ -16,6 +16,7 @@ import pytest
 from tiny_worker import rows, write
 
 from producer import cli
+from producer.client import Client
 from producer.wire import Failure
 
 Run = Callable[..., tuple[int, str, str]]
@@ -65,7 +66,7 @@ def test_problems_are_printed_up_to_twenty(run: Run) -> None:
 
 def test_a_text_file_is_recognised(run: Run) -> None:
     write(Path("in.txt"), ["Once upon a time", "There was"])
-    hint = "2 rows, 2 bad; is this JSONL? --format text takes one prompt a line\n"
+    hint = "2 rows, 2 bad; is this plain text? --format text takes one prompt a line\n"
     assert run("validate", "in.txt")[2] == hint
     assert run("validate", "in.txt", "--format", "text") == (0, "", "2 rows, 0 bad\n")
     write(Path("in.txt"), ["Once upon a time", '{"prompt": "x"}'])
@@ -88,12 +89,34 @@ def test_submitting_a_file_without_rows_is_warned_of_once(run: Run, redis_url: s
 
 
 @pytest.mark.redis
+def test_plain_text_is_not_queued_as_bad_lines(run: Run, client: Client) -> None:
+    write(Path("in.txt"), ["Once upon a time", "There was"])
+    code, out, said = run("submit", "in.txt", "--redis", client.url)
+    assert (code, out) == (1, "")
+    assert said.startswith("producer: nothing was queued: 2 of 2 rows are bad, the first: line 1: not JSON")
+    assert said.endswith("; is this plain text? --format text takes one prompt a line\n")
+    assert client.list() == []
+    assert run("submit", "in.txt", "--format", "text", "--redis", client.url)[0] == 0
+    assert [status.rows for status in client.list()] == [2]
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("line", ['{"prompt": "x"}', '{"prmpt": "x"}', "[1]"])
+def test_one_line_of_json_is_enough_for_a_result_each(run: Run, client: Client, line: str) -> None:
+    """It need not be a good one, and may stand in another file than the rest."""
+    write(Path("a.jsonl"), ["Once upon a time", "There was"])
+    write(Path("b.jsonl"), [line])
+    assert run("submit", "a.jsonl", "b.jsonl", "--redis", client.url)[0] == 1
+    assert [status.rows for status in client.list()] == [3]
+
+
+@pytest.mark.redis
 def test_a_strict_submission_prints_up_to_twenty_problems(run: Run, redis_url: str) -> None:
     write(Path("in.txt"), ["Once upon a time"] * 30)
     code, _, said = run("submit", "in.txt", "--strict", "--redis", redis_url)
     assert (code, said.count("(invalid_json)")) == (1, 20)
     assert "nothing was queued: 30 of 30 rows are bad" in said
-    assert "is this JSONL?" in said
+    assert "is this plain text? --format text" in said
 
 
 @pytest.mark.parametrize(
