@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from producer import again
-from producer.errors import HalfQueuedError, LivebatchError, StoreError, UsageError
+from producer.errors import HalfQueuedError, LivebatchError, NothingToRetryError, StoreError, UsageError
 from producer.flags import (
     BatchId,
     Errors,
@@ -42,7 +42,7 @@ from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus, Progress
-    from producer.client import Client
+    from producer.client import Client, OnProgress
     from producer.jsonl import BadRow
     from producer.output import Output
     from producer.progress import Display
@@ -162,7 +162,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
         with _interruptible(rest):
             options |= {"strict": strict, "max_queued_bytes": most, "expires_in": _seconds(expires_in)}
             gather = follower.gather if wait and out and not ordered else None
-            batch = _queue(client, files or [], show, gather, options)
+            batch = _queue(client, files or [], _progressed(show, gather), options, as_json)
         if wait:
             say(f"batch {batch_id}: {queued_line(batch)}")
             with _interruptible(f"batch {batch_id} goes on; come back with: {collect}"):
@@ -175,21 +175,27 @@ def submit(  # noqa: PLR0917 - Typer passes by name
 
 
 def _queue(
-    client: Client,
-    files: Sequence[str],
-    show: Display,
-    gather: Callable[[], None] | None,
-    options: Mapping[str, Any],
+    client: Client, files: Sequence[str], on_progress: OnProgress, options: Mapping[str, Any], as_json: bool
 ) -> Batch:
-    """Submit; after each chunk show how far it is and ``gather`` what has ended: into a file, not twice."""
+    bad = Problems().add
+    try:
+        return client.submit(files, **options, on_progress=on_progress, on_bad=bad, on_warning=_warn)
+    except NothingToRetryError as nothing:
+        if as_json:
+            _print_json({"id": None, "queue": options["queue"], "queued": 0, "already": 0, "failed": 0})
+        say(str(nothing))
+        raise typer.Exit(Exit.OK) from None
+
+
+def _progressed(show: Display, gather: Callable[[], None] | None) -> OnProgress:
+    """After each chunk show how far it is, and ``gather`` what has ended: into a file, not twice."""
 
     def progressed(progress: Progress) -> None:
         show.queueing(progress)
         if gather:
             gather()
 
-    bad = Problems().add
-    return client.submit(files, **options, on_progress=progressed, on_bad=bad, on_warning=_warn)
+    return progressed
 
 
 @app.command()

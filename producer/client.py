@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from producer import connection
 from producer.batch import KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
-from producer.errors import HalfQueuedError, StoreError, UsageError
+from producer.errors import HalfQueuedError, NothingToRetryError, StoreError, UsageError
 from producer.store import DEFAULT_QUEUE, Store
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ class Client:
         ``max_queued_bytes`` bounds what waits of the batch in Redis: beyond it the call waits for workers.
         ``expires_in``: seconds from now after which rows that have not ended end as "batch_expired".
         ``retry_failed``: a batch that is over; only its rows without an answer are queued, bad lines left
-        out. ``files`` may then be empty: those it was made of.
+        out. ``files`` may then be empty: those it was made of. NothingToRetryError: there are no such rows.
         Raises HalfQueuedError, a StoreError that names the batch, when Redis fails in the middle.
         ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server.
         """
@@ -100,7 +102,7 @@ class Client:
 
         self._check(on_warning)
         if retry_failed is not None and not files:
-            files = [file.path for file in self._retried(retry_failed).files]
+            files = _kept_files(self._retried(retry_failed))
         with sources.readable_twice(sources.expand(files)) as found:
             if strict and (validation := validate(found, format, on_bad, _ignore)).bad:
                 raise BadLinesError(validation)
@@ -281,7 +283,7 @@ class Client:
         on_warning: OnWarning,
     ) -> Batch:
         from producer import sources
-        from producer.validation import good_rows, read_all
+        from producer.validation import read_all
 
         progress = Progress()
         stamps = list(map(sources.stamp, found))
@@ -289,12 +291,12 @@ class Client:
         record = replace(record, expires=expires, retries=retries)
         with connection.explained(self.url):
             wanted = None if retries is None else self._failed_rows(retries, record)
+        rows = read_all(found, record.id, format, on_warning, progress)
+        if retries is not None and wanted is not None:
+            rows = _rows_to_retry(retries, rows, wanted)
         with _named(record.id), connection.explained(self.url):
             standing = self._store.create(record)
             _require_same(standing, record)
-            rows = read_all(found, record.id, format, on_warning, progress)
-            if wanted is not None:
-                rows = (row for row in good_rows(rows) if (row.file, row.line) in wanted)
             self._enqueue(standing, rows, progress, on_progress, max_queued_bytes)
             if stamps != list(map(sources.stamp, found)):
                 raise UsageError(CHANGED.format(id=record.id))
@@ -322,6 +324,47 @@ class Client:
             progress.add(enqueuer.add(chunk))
             progress.holding = ""
             on_progress(progress)
+
+
+def _rows_to_retry(batch_id: str, rows: Iterable[Request | BadRow], wanted: Set[Place]) -> Iterator[Request]:
+    """Those of the batch's rows that have no answer. Looks for the first before a batch is made of them."""
+    from producer.validation import good_rows
+
+    found = (row for row in good_rows(rows) if (row.file, row.line) in wanted)
+    first = next(found, None) if wanted else None
+    if first is None:
+        raise NothingToRetryError(_nothing_to_retry(batch_id, len(wanted)))
+    return chain([first], found)
+
+
+def _nothing_to_retry(batch_id: str, bad: int) -> str:
+    if not bad:
+        return f"batch {batch_id} has no rows without an answer: nothing to retry, nothing was queued"
+    its = "its bad line, which is" if bad == 1 else f"its {bad:,} bad lines, which are"
+    return (
+        f"batch {batch_id} has no rows without an answer but {its} never run again, and nothing was queued: "
+        "correct them in a file of their own, and submit that (`producer validate FILES` says what is wrong)"
+    )
+
+
+def _kept_files(record: Record) -> list[str]:
+    """The files that a batch was made of, by name. Raises UsageError where they cannot be read again."""
+    from producer.lines import STDIN
+
+    names = [file.path for file in record.files]
+    if STDIN in names:
+        raise UsageError(f"batch {record.id} was read from standard input: {_same_again(record, record.id)}")
+    if missing := [name for name in names if not Path(name).exists()]:
+        again = f"give the same input again (producer submit FILE --retry-failed {record.id})"
+        raise UsageError(f"batch {record.id} was made of {missing[0]}, which is not there: {again}")
+    return names
+
+
+def _same_again(standing: Record, retries: str | None) -> str:
+    """How to give an input once more of which nobody kept a copy."""
+    style = "" if standing.format == "jsonl" else f" --format {standing.format}"
+    batch = f"--retry-failed {retries}" if retries else f"--batch-id {standing.id}"
+    return f"give the same input again (producer submit -{style} {batch} < FILE)"
 
 
 # A file somebody still writes to is not what its digest says, and could never be submitted again.
@@ -367,6 +410,15 @@ def _require_same_files(standing: Record, wanted: Record) -> None:
         raise UsageError(f"{start} was made of other files ({names}): name the same ones, {end}")
     for before, now in zip(standing.files, wanted.files, strict=True):
         if before.sha256 != now.sha256:
-            raise UsageError(
-                f"{now.path} is not the {before.path} that {start} was made of: restore it, {end}"
-            )
+            raise UsageError(_another_input(standing, wanted, before.path, now.path))
+
+
+def _another_input(standing: Record, wanted: Record, before: str, now: str) -> str:
+    from producer.lines import STDIN, STDIN_TITLE
+
+    end = "or submit under a new batch id" if standing.id == wanted.id else "or leave out --retry-failed"
+    what = STDIN_TITLE if now == STDIN else now
+    if before == STDIN:
+        again = _same_again(standing, wanted.retries)
+        return f"{what} is not the input that batch {standing.id} was made of: {again}, {end}"
+    return f"{what} is not the {before} that batch {standing.id} was made of: restore it, {end}"

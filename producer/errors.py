@@ -31,6 +31,10 @@ class UsageError(LivebatchError):
     """The caller asked for something that cannot be done: a missing file, a changed file, a wrong flag."""
 
 
+class NothingToRetryError(UsageError):
+    """Every row of the batch to be retried has its answer, bad lines apart: no batch was made."""
+
+
 class StoreError(LivebatchError):
     """Redis cannot be reached, refuses, or is set up in a way that would lose work."""
 

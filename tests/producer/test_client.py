@@ -644,7 +644,7 @@ def test_standard_input_can_be_submitted_again(
     stdin(b'{"prompt":"x"}\n{"prompt":"y"}\n')
     assert client.submit(["-"], batch_id="m").already == 2
     stdin(b'{"prompt":"z"}\n')
-    with pytest.raises(UsageError, match="not the - that"):
+    with pytest.raises(UsageError, match="producer submit - --batch-id m < FILE"):
         client.submit(["-"], batch_id="m")
     assert [request.custom_id for request in worker.claim()] == ["line-1", "line-2"]
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import redis
 from tiny_worker import TinyWorker, codes, rows, write
+from typer.testing import CliRunner
 
 from producer import completions
 from producer.cli import app
 from producer.client import Client
-from producer.errors import UsageError
+from producer.errors import NothingToRetryError, UsageError
 from producer.store import batch_key
 
 pytestmark = pytest.mark.redis
@@ -68,7 +72,74 @@ def test_rows_that_failed_are_submitted_again(
     assert worker.run() == 2
     assert codes(client.results("n", ordered=True)) == {"r1": None, "r3": None}
     assert client.status("n").is_over
-    assert client.submit(files, retry_failed="n", batch_id="o").queued == 0
+
+
+def test_where_every_row_has_its_answer_no_batch_is_made(
+    client: Client, worker: TinyWorker, half_failed: str
+) -> None:
+    client.submit([], retry_failed="m", batch_id="n")
+    worker.run()
+    with pytest.raises(NothingToRetryError, match="batch n has no rows without an answer: nothing to retry"):
+        client.submit([], retry_failed="n", batch_id="o")
+    assert {status.id for status in client.list()} == {"m", "n"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [(1, "but its bad line, which is never run again"), (2, "but its 2 bad lines, which are")],
+)
+def test_bad_lines_are_not_retried_but_corrected(
+    client: Client, worker: TinyWorker, tmp_path: Path, bad: int, said: str
+) -> None:
+    client.submit([write(tmp_path / "in.jsonl", [*rows(2), *["{bad"] * bad])], batch_id="m")
+    worker.run()
+    with pytest.raises(NothingToRetryError, match=f"{said}.* correct them in a file of their own"):
+        client.submit([], retry_failed="m")
+
+
+def test_the_command_with_nothing_to_retry_exits_0(
+    redis_url: str, client: Client, worker: TinyWorker, tmp_path: Path
+) -> None:
+    client.submit([write(tmp_path / "in.jsonl", rows(2))], batch_id="m")
+    worker.run()
+    out = tmp_path / "out.jsonl"
+    for flags in ([], ["--wait", "-o", str(out)], ["--json"]):
+        done = CliRunner().invoke(app, ["submit", "--retry-failed", "m", "--redis", redis_url, *flags])
+        assert done.exit_code == 0, done.output
+        assert done.stderr == "batch m has no rows without an answer: nothing to retry, nothing was queued\n"
+        nothing = {"id": None, "queue": "livebatch", "queued": 0, "already": 0, "failed": 0}
+        assert done.stdout == (json.dumps(nothing) + "\n" if flags == ["--json"] else "")
+    assert not out.exists()
+    assert len(client.list()) == 1
+
+
+def test_standard_input_must_be_given_again(
+    client: Client, worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stdin(text: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+    stdin(b"one\ntwo\n")
+    client.submit(["-"], batch_id="m", format="text")
+    worker.fail(worker.claim())
+    again = r"give the same input again \(producer submit - --format text --retry-failed m < FILE\)"
+    with pytest.raises(UsageError, match=f"batch m was read from standard input: {again}"):
+        client.submit([], retry_failed="m")
+    stdin(b"another\n")
+    with pytest.raises(
+        UsageError, match=f"standard input is not the input that batch m was made of: {again}"
+    ):
+        client.submit(["-"], retry_failed="m", format="text")
+    stdin(b"one\ntwo\n")
+    assert client.submit(["-"], retry_failed="m", format="text").queued == 2
+
+
+def test_a_file_that_is_gone_must_be_given_again(client: Client, half_failed: str) -> None:
+    copy = Path(half_failed).rename(f"{half_failed}.moved")
+    again = r"give the same input again \(producer submit FILE --retry-failed m\)"
+    with pytest.raises(UsageError, match=f"made of .*in.jsonl, which is not there: {again}"):
+        client.submit([], retry_failed="m")
+    assert client.submit([str(copy)], retry_failed="m").queued == 2
 
 
 def test_what_cannot_be_tried_again(client: Client, worker: TinyWorker, half_failed: str) -> None:
@@ -79,7 +150,7 @@ def test_what_cannot_be_tried_again(client: Client, worker: TinyWorker, half_fai
     with pytest.raises(UsageError, match="n was submitted with --retry-failed m"):
         client.submit([half_failed], batch_id="n")
     with pytest.raises(UsageError, match="m was submitted without --retry-failed"):
-        client.submit([half_failed], batch_id="m", retry_failed="n")
+        client.submit([half_failed], batch_id="m", retry_failed="m")
     with pytest.raises(UsageError, match="there is no batch x"):
         client.submit([half_failed], retry_failed="x")
     write(Path(half_failed), rows(4))
@@ -90,8 +161,6 @@ def test_what_cannot_be_tried_again(client: Client, worker: TinyWorker, half_fai
 def test_the_command_names_both(
     redis_url: str, client: Client, half_failed: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from typer.testing import CliRunner
-
     flags = ["--redis", redis_url, "--batch-id", "n"]
     done = CliRunner().invoke(app, ["submit", "--retry-failed", "m", "--expires-in", "0.5", *flags])
     assert done.exit_code == 0, done.output
