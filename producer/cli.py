@@ -137,8 +137,8 @@ def submit(  # noqa: PLR0917 - Typer passes by name
 
     \b
     producer submit prompts.jsonl more/*.jsonl.gz
-    producer submit prompts.jsonl --wait -o results.jsonl --errors-file failed.jsonl
-    cat prompts.txt | producer submit - --format text --batch-id monday
+    producer submit prompts.jsonl --batch-id monday --wait -o results.jsonl
+    cat prompts.txt | producer submit - --format text
     producer submit --retry-failed monday
     producer submit huge.jsonl --max-queued-bytes 1G --wait -o out.jsonl --release
     """
@@ -291,12 +291,17 @@ def cancel(batch: BatchId, as_json: Json = False, redis: Redis = None) -> None:
     """
     from producer.client import Client
 
-    status = Client(redis).cancel(batch)
+    client = Client(redis)
+    was_over = client.status(batch).is_over
+    status = client.cancel(batch)
     if as_json:
         _print_json(status.to_dict())
         return
-    running = f", {status.waiting:,} running rows are being stopped" if status.waiting else ""
-    say(f"batch {batch}: {status.completed:,} completed, {status.cancelled:,} cancelled{running}")
+    over = " was over already" if was_over or status.state != "cancelled" else ""
+    rows = "1 running row is" if status.waiting == 1 else f"{status.waiting:,} running rows are"
+    running = f", {rows} being stopped" if status.waiting else ""
+    counts = f"{status.completed:,} completed, {status.failed:,} failed, {status.cancelled:,} cancelled"
+    say(f"batch {batch}{over}: {counts}{running}")
 
 
 @app.command()

@@ -613,7 +613,10 @@ def test_cancel(run: Run, worker: TinyWorker, capsys: pytest.CaptureFixture[str]
     running = worker.claim(1)
     capsys.readouterr()
     assert run("cancel", "m") == 0
-    assert "0 completed, 4 cancelled, 1 running rows are being stopped" in capsys.readouterr().err
+    assert (
+        "batch m: 0 completed, 0 failed, 4 cancelled, 1 running row is being stopped\n"
+        in capsys.readouterr().err
+    )
     assert run("cancel", "m", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["state"], said["cancelled"], said["waiting"]) == ("cancelled", 4, 1)
@@ -621,6 +624,21 @@ def test_cancel(run: Run, worker: TinyWorker, capsys: pytest.CaptureFixture[str]
     assert run("results", "m", "--follow", "-o", "out.jsonl") == 1
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert {(line["response"], line["error"]["code"]) for line in lines} == {(None, "batch_cancelled")}
+
+
+@pytest.mark.parametrize("by", ["the worker", "cancel"])
+def test_cancelling_what_is_over_says_what_it_held(
+    run: Run, worker: TinyWorker, batch: list[Any], capsys: pytest.CaptureFixture[str], by: str
+) -> None:
+    worker.complete(batch[:2])
+    if by == "cancel":
+        run("cancel", "m")
+        worker.fail(batch[2:], "batch_cancelled")
+        capsys.readouterr()
+    worker.complete(batch[2:])
+    held = "2 completed, 1 failed, 4 cancelled" if by == "cancel" else "6 completed, 1 failed, 0 cancelled"
+    assert run("cancel", "m") == 0
+    assert capsys.readouterr().err == f"batch m was over already: {held}\n"
 
 
 def test_validate(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,3 +663,10 @@ def test_validate(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_help_shows_an_example(run: Run, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert run(command, "--help") == 0
     assert f"\n  producer {command}" in capsys.readouterr().out
+
+
+def test_help_shows_that_a_batch_one_waits_for_can_be_named(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("submit", "--help") == 0
+    assert "--batch-id monday --wait -o results.jsonl\n" in capsys.readouterr().out
