@@ -1,4 +1,4 @@
-"""Commands by which a person goes on: with the rest of a batch, or with its results.
+"""Commands by which a person goes on: with the rest of a batch, with its results, or with a worker.
 
 Owns their words: what is printed can be copied into a shell. Must not know Redis.
 """
@@ -9,25 +9,40 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from producer.connection import redact
+from producer.connection import default_url, redact
 
 if TYPE_CHECKING:
     from producer.output import Output
 
 
-def rest(files: Sequence[str], strict: bool, **flags: str | float | None) -> str:
-    """How to go on with what is not queued yet; also where the batch has no record that says what it is."""
+def rest(
+    files: Sequence[str], strict: bool, waited: Output | None, redis: str | None, **flags: str | float | None
+) -> str:
+    """How to go on with what is not queued yet; also where the batch has no record that says what it is.
+
+    ``waited``: where the results go, if somebody waits for them.
+    """
     from producer.sources import is_read_once
 
-    again = ["producer", "submit", *files, *["--strict"] * strict, *flag_words(**flags)]
+    stay = ["--wait", *waited.flags()] if waited else []
+    words = [*files, *["--strict"] * strict, *stay, *flag_words(**flags, redis=shown(redis))]
     once = " (give the same input again)" if any(map(is_read_once, files)) else ""
-    return f"queue the rest with: {shlex.join(again)}{once}"
+    return f"queue the rest with: {shlex.join(['producer', 'submit', *words])}{once}"
 
 
 def collect(batch_id: str, output: Output, redis: str | None) -> str:
     """The command that takes a batch's results to its end, into the same file as before."""
     flags = [*output.flags(), *flag_words(redis=shown(redis))]
     return shlex.join(["producer", "results", batch_id, "--follow", *flags])
+
+
+def worker(queue: str, url: str) -> str:
+    """The command that starts a worker of this queue."""
+    from producer.store import DEFAULT_QUEUE
+
+    own_queue = None if queue == DEFAULT_QUEUE else queue
+    own_redis = None if url == default_url() else shown(url)
+    return shlex.join(["worker", "run", "--model", "FOLDER", *flag_words(queue=own_queue, redis=own_redis)])
 
 
 def flag_words(**values: str | float | None) -> list[str]:

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from producer import again
-from producer.errors import HalfQueuedError, LivebatchError, NothingToRetryError, StoreError, UsageError
+from producer.errors import (
+    HalfQueuedError,
+    LivebatchError,
+    NothingToRetryError,
+    OutputError,
+    StoreError,
+    UsageError,
+)
 from producer.flags import (
     BatchId,
     Errors,
@@ -37,8 +44,9 @@ from producer.flags import (
     Release,
     RetryFailed,
 )
-from producer.following import Follower, queued_line, say
+from producer.following import Follower, Outage, queued_line, say
 from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
+from producer.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus, Progress
@@ -144,28 +152,28 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     """
     from producer.client import Client, new_batch_id
     from producer.output import Output
-    from producer.sizes import parse_bytes
 
     output = Output(out, ordered, flat, errors_file, release)
     _check_submit_flags(output, wait, as_json, bool(files or retry_failed))
     most = None if max_queued_bytes is None else parse_bytes(max_queued_bytes, "--max-queued-bytes")
-    client = Client(redis, keep_seconds=_keep_seconds(keep_days))
+    outage = Outage()
+    client = Client(redis, keep_seconds=_keep_seconds(keep_days), on_outage=outage.begin)
     batch_id = new_batch_id() if batch_id is None else batch_id
     options: dict[str, Any] = {"batch_id": batch_id, "queue": queue, "format": format}
     options["retry_failed"] = retry_failed
     kept = None if keep_days == KEEP_DAYS else keep_days
     bounds = {"max_queued_bytes": max_queued_bytes, "expires_in": expires_in, "keep_days": kept}
-    rest = again.rest(files or [], strict, **options, **bounds, redis=again.shown(redis))
+    rest = again.rest(files or [], strict, output if wait else None, redis, **options, **bounds)
     collect = again.collect(batch_id, output, redis)
     with output.open(batch_id) as sink, _display(out or not wait) as show:
-        follower = Follower(client, batch_id, output, sink, show)
+        follower = Follower(client, batch_id, output, sink, show, outage=outage)
         with _interruptible(rest):
             options |= {"strict": strict, "max_queued_bytes": most, "expires_in": _seconds(expires_in)}
             gather = follower.gather if wait and out and not ordered else None
-            batch = _queue(client, files or [], _progressed(show, gather), options, as_json)
+            batch = _queue(client, files or [], _progressed(show, outage, gather), options, as_json)
         if wait:
             say(f"batch {batch_id}: {queued_line(batch)}")
-            with _interruptible(f"batch {batch_id} goes on; come back with: {collect}"):
+            with _interruptible(f"batch {batch_id} goes on; come back with: {collect}", StoreError):
                 follower.run(follow=True)
     if not wait:
         _report_queued(batch, collect, as_json)
@@ -187,10 +195,11 @@ def _queue(
         raise typer.Exit(Exit.OK) from None
 
 
-def _progressed(show: Display, gather: Callable[[], None] | None) -> OnProgress:
+def _progressed(show: Display, outage: Outage, gather: Callable[[], None] | None) -> OnProgress:
     """After each chunk show how far it is, and ``gather`` what has ended: into a file, not twice."""
 
     def progressed(progress: Progress) -> None:
+        outage.end()
         show.queueing(progress)
         if gather:
             gather()
@@ -222,14 +231,16 @@ def results(  # noqa: PLR0917 - Typer passes by name
 
     output = Output(out, ordered, flat, errors_file, release)
     output.check()
-    client = Client(redis)
+    outage = Outage()
+    client = Client(redis, on_outage=outage.begin)
     client.status(batch)  # no such batch: no output file
+    collect = again.collect(batch, output, redis)
     with (
-        _interruptible(f"batch {batch} goes on; run the same command again to go on"),
+        _interruptible(f"batch {batch} goes on; come back with: {collect}", StoreError),
         output.open(batch) as sink,
         _display(out) as show,
     ):
-        follower = Follower(client, batch, output, sink, show)
+        follower = Follower(client, batch, output, sink, show, outage=outage)
         follower.run(follow=follow)
     status = client.status(batch)
     say(follower.summary(status))
@@ -376,14 +387,14 @@ def _display(stdout_is_free: object) -> Display:
 
 
 @contextmanager
-def _interruptible(hint: str) -> Iterator[None]:
-    """Whatever ends it in the middle, ``hint`` says how to go on."""
+def _interruptible(hint: str, broken: type[StoreError] = HalfQueuedError) -> Iterator[None]:
+    """Whatever ends it in the middle, ``hint`` says how to go on; where Redis did, if it is ``broken``."""
     try:
         yield
     except KeyboardInterrupt:
         raise InterruptedHereError(f"interrupted; {hint}") from None
-    except HalfQueuedError as error:
-        raise StoreError(f"{error}; {hint}") from error
+    except (broken, OutputError) as error:
+        raise type(error)(f"{error}; {hint}") from error
 
 
 def _seconds(hours: float | None) -> float | None:

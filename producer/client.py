@@ -53,16 +53,24 @@ class Client:
     """One Redis, as a producer sees it.
 
     ``url`` None: REDIS_URL, else redis://127.0.0.1:6379. ``keep_seconds``: how long Redis keeps results after
-    their row's end. Methods raise UsageError (what was asked cannot be done) and StoreError (Redis).
+    their row's end. ``on_outage`` is called again and again while a Redis that went away is waited for.
+    Methods raise UsageError (what was asked cannot be done) and StoreError (Redis).
     """
 
-    def __init__(self, url: str | None = None, *, keep_seconds: int = KEEP_SECONDS) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        keep_seconds: int = KEEP_SECONDS,
+        on_outage: Callable[[], None] = lambda: None,
+    ) -> None:
         self.url = url or connection.default_url()
         self._keep_seconds = keep_seconds
+        self._on_outage = on_outage
 
     @cached_property
     def _store(self) -> Store:
-        return Store(connection.connect(self.url))
+        return Store(connection.connect(self.url, self._on_outage))
 
     def check(self) -> list[str]:
         """Warnings about the server's settings. Raises StoreError where rows would be lost."""

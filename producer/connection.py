@@ -7,7 +7,7 @@ redis-py is imported inside: it takes longer to import than the rest of the comm
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -56,14 +56,17 @@ def redact(url: str) -> str:
     return f"{parts.scheme}://{who}{host}{parts.path}"
 
 
-def connect(url: str) -> Redis:
+def connect(url: str, on_outage: Callable[[], None] = lambda: None) -> Redis:
     """A connection that waits out a restart of about half a minute; the first contact fails at once.
 
+    ``on_outage`` is called again and again while it waits.
     Raises UsageError for a malformed URL, StoreError when nothing answers there.
     """
     import redis
-    from redis.backoff import ExponentialBackoff, NoBackoff
+    from redis.backoff import NoBackoff
     from redis.retry import Retry
+
+    from producer.patience import Patience
 
     settings: dict[str, Any] = {"socket_connect_timeout": CONNECT_SECONDS}
     try:
@@ -72,8 +75,7 @@ def connect(url: str) -> Redis:
         raise UsageError(not_a_url(url)) from None
     with probe, explained(url):
         probe.ping()
-    patience = Retry(ExponentialBackoff(cap=1.0, base=0.05), OUTAGE_RETRIES)
-    return redis.Redis.from_url(url, retry=patience, **settings)
+    return redis.Redis.from_url(url, retry=Retry(Patience(on_outage), OUTAGE_RETRIES), **settings)
 
 
 def not_a_url(url: str) -> str:

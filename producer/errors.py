@@ -31,6 +31,10 @@ class UsageError(LivebatchError):
     """The caller asked for something that cannot be done: a missing file, a changed file, a wrong flag."""
 
 
+class OutputError(UsageError):
+    """Results cannot be written where they go, a full disk mostly. They are still in Redis."""
+
+
 class NothingToRetryError(UsageError):
     """Every row of the batch to be retried has its answer, bad lines apart: no batch was made."""
 

@@ -5,11 +5,13 @@ Owns that order, what is tallied and its wording. Must not know flags, exit code
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from producer import again
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus
@@ -18,13 +20,57 @@ if TYPE_CHECKING:
     from producer.output import Output, ResultFile, Stdout
     from producer.progress import Display
 
-NO_WORKER_SECONDS = 30.0  # of following, then we look whether anybody serves the queue: models load slowly
+NO_WORKER_SECONDS = 5.0  # in which no row ended, then we look whether anybody serves the queue
 COMMON_CODES = 5  # kinds of failures named in the last line
 
 
 def say(text: str) -> None:
     """To the person, not into the data."""
     print(text, file=sys.stderr, flush=True)
+
+
+class Outage:
+    """Says once that Redis is away, and once that it is back."""
+
+    def __init__(self) -> None:
+        self._is_away = False
+
+    def begin(self) -> None:
+        if not self._is_away:
+            self._is_away = True
+            say("Redis cannot be reached any more: trying again for half a minute")
+
+    def end(self) -> None:
+        if self._is_away:
+            self._is_away = False
+            say("Redis is back")
+
+
+class Lookout:
+    """Says once that nobody serves the batch's queue, where no row has ended for a while."""
+
+    def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._now = clock
+        self._ended = -1
+        self._look_at = 0.0
+        self._has_said = False
+
+    def see(self, status: BatchStatus) -> None:
+        now = self._now()
+        if status.ended != self._ended:
+            self._ended, self._look_at = status.ended, now + NO_WORKER_SECONDS
+        if status.waiting and not self._has_said and now > self._look_at:
+            self._look_at = now + NO_WORKER_SECONDS
+            self._look(status.queue)
+
+    def _look(self, queue: str) -> None:
+        if any(worker.serves(queue) for worker in self._client.workers()):
+            return
+        self._has_said = True
+        start = again.worker(queue, self._client.url)
+        loading = "(one that still loads its model is not seen yet)"
+        say(f'no worker serves queue "{queue}": start one with: {start} {loading}')
 
 
 class Follower:
@@ -40,29 +86,31 @@ class Follower:
         output: Output,
         sink: ResultFile | Stdout,
         show: Display,
+        *,
+        outage: Outage,
     ) -> None:
         self._client = client
         self._batch_id = batch_id
         self._output = output
         self._sink = sink
         self._show = show
+        self._outage = outage
+        self._lookout = Lookout(client)
         self._failures: Counter[str] = Counter()
 
     def run(self, *, follow: bool) -> None:
         """To the end of what there is, or with ``follow`` of the batch."""
-        look_at = time.monotonic() + NO_WORKER_SECONDS
         ordered, cursor = self._output.ordered, self._sink.cursor
         for page in self._client.pages(self._batch_id, follow=follow, ordered=ordered, cursor=cursor):
             self._take(page)
             self._show.running(page.status)
-            if page.status.waiting and time.monotonic() > look_at:
-                look_at = math.inf
-                self._look_for_workers(page.status)
+            self._lookout.see(page.status)
 
     def gather(self) -> None:
         """Take what has ended so far, while rows are still being queued."""
         for page in self._client.pages(self._batch_id, cursor=self._sink.cursor):
             self._take(page)
+            self._lookout.see(page.status)
 
     @property
     def failed(self) -> int:
@@ -76,6 +124,7 @@ class Follower:
         return f"{counts}{self._output.where}{self._reasons(status)}"
 
     def _take(self, page: Page) -> None:
+        self._outage.end()
         self._sink.expect(page.status.created)
         self._sink.write(page.results, page.cursor)
         self._failures.update(result.failure.code for result in page.results if result.failure)
@@ -91,12 +140,6 @@ class Follower:
             codes.append(f"{others:,} others")
         is_all = self.failed == status.failed + status.cancelled
         return f"\nfailed{'' if is_all else ' in this run'}: {', '.join(codes)}"
-
-    def _look_for_workers(self, status: BatchStatus) -> None:
-        if any(worker.serves(status.queue) for worker in self._client.workers()):
-            return
-        what = "no worker reports any more" if status.completed else "no worker has reported yet"
-        say(f"{what}: start one with `worker run --model DIR --queue {status.queue}`")
 
 
 def queued_line(batch: Batch) -> str:

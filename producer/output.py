@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from producer.errors import UsageError
+from producer.errors import OutputError, UsageError
 from producer.jsonl import encode_line, flat_line, result_line
 from producer.wire import Result
 
@@ -148,16 +148,17 @@ class ResultFile:
         self._checkpoint.created = created
 
     def write(self, results: Sequence[Result], cursor: str) -> None:
-        """Append a page and move the cursor behind it. A kill at any point loses and doubles nothing."""
+        """Append a page and move the cursor behind it. A kill at any point loses and doubles nothing.
+
+        Raises OutputError when that fails; the caller knows the command that goes on.
+        """
         if not results:
             return
         try:
             self._write(results, cursor)
         except OSError as error:  # a full disk, mostly
-            raise UsageError(
-                f"{self._path} cannot be written: {error.strerror or error}. "
-                "Nothing is lost: make room, then run `producer results` with the same -o to go on"
-            ) from error
+            why = error.strerror or error
+            raise OutputError(f"{self._path} cannot be written: {why}. Nothing is lost: make room") from error
 
     def _write(self, results: Sequence[Result], cursor: str) -> None:
         if self._checkpoint.cursor is None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from tiny_worker import TinyWorker, rows, write
 
-from producer import cli, completions, following
+from producer import again, cli, completions, following
+from producer import connection as server_settings
 from producer.batch import WorkerReport
 from producer.client import Client
+from producer.embedded import EmbeddedRedis
 
 pytestmark = pytest.mark.redis
 
@@ -141,10 +145,10 @@ def test_rare_failures_are_counted_together(run: Run, worker: TinyWorker) -> Non
 @pytest.mark.parametrize(
     ("queues", "done", "said"),
     [
-        ("livebatch", 0, None),
-        (None, 0, "no worker has reported yet: start one with `worker run --model DIR --queue livebatch`"),
-        ("other", 0, "no worker has reported yet"),
-        (None, 1, "no worker reports any more: start one"),
+        ("livebatch", 0, 0),
+        (None, 0, 1),
+        ("other", 0, 1),
+        (None, 1, 1),
     ],
 )
 def test_nobody_who_serves_the_queue_is_told_of_once(  # noqa: PLR0917 - pytest passes by name
@@ -154,10 +158,14 @@ def test_nobody_who_serves_the_queue_is_told_of_once(  # noqa: PLR0917 - pytest 
     monkeypatch: pytest.MonkeyPatch,
     queues: str | None,
     done: int,
-    said: str | None,
+    said: int,
 ) -> None:
-    def look(_: Client) -> list[WorkerReport]:
-        work()  # from here on the batch goes on
+    looks: list[Client] = []
+
+    def look(client: Client) -> list[WorkerReport]:
+        looks.append(client)
+        if said or len(looks) == 3:  # who saw a worker looks again: it may end
+            work()  # from here on the batch goes on
         return [WorkerReport("w", {"queues": queues})] if queues else []
 
     write(Path("in.jsonl"), rows(5))
@@ -166,16 +174,124 @@ def test_nobody_who_serves_the_queue_is_told_of_once(  # noqa: PLR0917 - pytest 
     monkeypatch.setattr(following, "NO_WORKER_SECONDS", -1.0)
     monkeypatch.setattr(Client, "workers", look)
     _, told = run("results", "m", "--follow", "-o", "out.jsonl")
-    assert told.count("no worker") == (said is not None)
-    assert said is None or said in told
+    start = 'no worker serves queue "livebatch": start one with: worker run --model FOLDER (one that still'
+    assert told.count("no worker") == told.count(start) == said
 
 
-def test_a_worker_that_is_starting_is_given_time(
-    run: Run, work: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+def test_the_worker_that_is_missing_serves_this_queue_of_this_redis(
+    run: Run, redis_url: str, work: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(_: Client) -> list[WorkerReport]:
+        work()
+        return []
+
+    monkeypatch.setattr(following, "NO_WORKER_SECONDS", -1.0)
+    monkeypatch.setattr(Client, "workers", look)
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
+    write(Path("in.jsonl"), rows(2))
+    queue = ["--queue", "livebatch", "--batch-id", "m"]
+    _, said = run("submit", "in.jsonl", "--wait", "-o", "out.jsonl", *queue, "--redis", redis_url)
+    assert f": worker run --model FOLDER --redis {redis_url} (" in said
+    assert again.worker("urgent", "redis://127.0.0.1:1") == "worker run --model FOLDER --queue urgent"
+
+
+def test_nobody_is_looked_for_while_rows_end(
+    run: Run, worker: TinyWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(Path("in.jsonl"), rows(5))
     run("submit", "in.jsonl", "--batch-id", "m")
+    client, now = Client(), [0.0]
+    lookout = following.Lookout(client, lambda: now[0])
+    for _ in range(3):
+        now[0] += 4.0
+        worker.complete(worker.claim(1))
+        lookout.see(client.status("m"))
+    assert capsys.readouterr().err == ""
+    for _ in range(3):
+        now[0] += 4.0
+        lookout.see(client.status("m"))
+    assert capsys.readouterr().err.count("no worker") == 1
+
+
+# Redis that goes away.
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch, worker: TinyWorker) -> Iterator[EmbeddedRedis]:
+    """Batch m of 5 rows lies in it; it dies when somebody who follows has seen the first page."""
+    with EmbeddedRedis() as server:
+        monkeypatch.setenv("REDIS_URL", server.url)
+        Client().submit([write(Path("in.jsonl"), rows(5))], batch_id="m")
+        monkeypatch.setattr("producer.progress.Lines.running", lambda *_: server.kill())
+        yield server
+
+
+def test_an_outage_is_told_of_once_and_its_end_too(
+    run: Run, dying: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def hear(text: str) -> None:
+        told.append(text)
+        if len(told) == 1:
+            monkeypatch.setattr("producer.progress.Lines.running", lambda *_: None)
+            dying.start()
+            with redis.Redis.from_url(dying.url) as connection:
+                TinyWorker(connection).run()
+
+    monkeypatch.setattr(following, "say", hear)
+    code, said = run("results", "m", "--follow", "-o", "out.jsonl")
+    assert told == ["Redis cannot be reached any more: trying again for half a minute", "Redis is back"]
+    assert (code, said) == (0, "5 completed, 0 failed -> out.jsonl\n")
+
+
+def test_who_gives_up_says_how_to_come_back(
+    run: Run, dying: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_settings, "OUTAGE_RETRIES", 3)
+    code, said = run("results", "m", "--follow", "-o", "out.jsonl", "--flat")
+    assert code == 3
+    away, last = said.splitlines()
+    assert away.startswith("Redis cannot be reached any more")
+    assert last.startswith(f"producer: cannot reach Redis at {dying.url}: ")
+    assert last.endswith("; batch m goes on; come back with: producer results m --follow -o out.jsonl --flat")
+
+
+# A disk that is full.
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Undone: there is room again."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("producer.output.ResultFile._write", refuse)
+        yield disk
+
+
+@pytest.mark.parametrize(
+    ("line", "goes_on"),
+    [
+        ('{"prompt": "x"}', r"batch \S+ goes on; come back with: producer (results .*)"),
+        ("{bad", r"queue the rest with: producer (submit in.jsonl --wait .*)"),  # written while it is queued
+    ],
+)
+def test_a_full_disk_is_told_with_the_way_back(
+    run: Run, work: Callable[..., None], full: pytest.MonkeyPatch, line: str, goes_on: str
+) -> None:
+    """Nobody chose a batch id here."""
+    write(Path("in.jsonl"), [*rows(4), line])
     work()
-    assert following.NO_WORKER_SECONDS >= 30
-    _, said = run("results", "m", "--follow", "-o", "out.jsonl")
-    assert not re.search("no worker", said)
+    code, said = run("submit", "in.jsonl", "--wait", "-o", "out.jsonl")
+    assert code == 2
+    last = said.splitlines()[-1]
+    (command,) = re.findall(goes_on, last)
+    head = "producer: out.jsonl cannot be written: No space left on device. Nothing is lost: make room; "
+    assert last.startswith(head)
+    full.undo()
+    assert run(*shlex.split(command))[0] == (line == "{bad")
+    assert len(Path("out.jsonl").read_text().splitlines()) == 5
+    assert len(Client().list()) == 1
