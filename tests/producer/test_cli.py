@@ -277,6 +277,22 @@ def interrupt(process: subprocess.Popen[str], ready: Callable[[], bool]) -> str:
     return process.communicate(timeout=30)[1]
 
 
+@pytest.fixture
+def interrupted(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """`producer ...` with Ctrl-C somewhere, by default once the first rows are queued; what it says."""
+
+    def interrupted(*arguments: str, place: str = "producer.progress.Lines.queueing") -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, ctrl_c)
+            assert run(*arguments) == 4
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 2)
+    return interrupted
+
+
 def test_ctrl_c_while_waiting_leaves_the_batch_running(run: Run, worker: TinyWorker) -> None:
     write(Path("in.jsonl"), rows(3))
     process = spawn("submit", "in.jsonl", "--wait", "-o", "out.jsonl", "--batch-id", "m")
@@ -289,45 +305,44 @@ def test_ctrl_c_while_waiting_leaves_the_batch_running(run: Run, worker: TinyWor
     assert result_ids("out.jsonl") == ["r0", "r1", "r2"]
 
 
-def test_ctrl_c_while_queueing_says_how_to_queue_the_rest(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 2)
+def test_ctrl_c_while_queueing_says_how_to_queue_the_rest(run: Run, interrupted: Callable[..., str]) -> None:
     write(Path("a file.jsonl"), rows(5))
-    with monkeypatch.context() as patch:
-        patch.setattr("producer.progress.Lines.queueing", ctrl_c)
-        assert run("submit", "a file.jsonl", "--batch-id", "m", "--queue", "q") == 4
-    words = "producer submit 'a file.jsonl' --batch-id m --queue q --format jsonl"
-    assert words in capsys.readouterr().err
+    said = interrupted("submit", "a file.jsonl", "--batch-id", "m", "--queue", "q")
+    assert "producer submit 'a file.jsonl' --batch-id m --queue q --format jsonl" in said
     assert run("submit", "a file.jsonl", "--batch-id", "m", "--queue", "q", "--format", "jsonl") == 0
     assert Client().status("m").rows == 5
 
 
+def test_who_waits_for_the_rest_waits_again(run: Run, interrupted: Callable[..., str]) -> None:
+    write(Path("in.jsonl"), rows(5))
+    said = interrupted("submit", "in.jsonl", "--wait", "-o", "out.jsonl", "--flat", "--batch-id", "m")
+    assert "producer submit in.jsonl --wait -o out.jsonl --flat --batch-id m --queue" in said
+
+
 def test_the_way_back_leads_to_the_redis_that_was_given(
-    run: Run, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run,
+    interrupted: Callable[..., str],
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     host = redis_url.removeprefix("redis://")
     shown = f"--redis 'redis://default:***@{host}?***'"
     flags = ["--batch-id", "m", "--redis", f"redis://default:s3cret@{host}?socket_timeout=30"]
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1")
     write(Path("in.jsonl"), rows(1))
-    with monkeypatch.context() as patch:
-        patch.setattr("producer.progress.Lines.queueing", ctrl_c)
-        assert run("submit", "in.jsonl", *flags) == 4
-    assert capsys.readouterr().err.endswith(f"--batch-id m --queue livebatch --format jsonl {shown}\n")
+    said = interrupted("submit", "in.jsonl", *flags)
+    assert said.endswith(f"--batch-id m --queue livebatch --format jsonl {shown}\n")
     assert run("submit", "in.jsonl", *flags) == 0
     assert f"Collect with: producer results m --follow {shown}\n" in capsys.readouterr().err
 
 
 def test_rows_queued_later_are_kept_as_long_as_those_before(
-    run: Run, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, interrupted: Callable[..., str], connection: redis.Redis
 ) -> None:
-    monkeypatch.setattr(enqueue, "CHUNK_ROWS", 2)
     write(Path("in.jsonl"), rows(3))
-    with monkeypatch.context() as patch:
-        patch.setattr("producer.progress.Lines.queueing", ctrl_c)
-        assert run("submit", "in.jsonl", "--batch-id", "m", "--keep-days", "30") == 4
-    assert capsys.readouterr().err.endswith(" --batch-id m --queue livebatch --format jsonl --keep-days 30\n")
+    said = interrupted("submit", "in.jsonl", "--batch-id", "m", "--keep-days", "30")
+    assert said.endswith(" --batch-id m --queue livebatch --format jsonl --keep-days 30\n")
     assert run("submit", "in.jsonl", "--batch-id", "m") == 0
     kept = {connection.hget(f"rq:job:m-0-{line}", "result_ttl") for line in (1, 2, 3)}
     assert kept == {b"2592000"}, "the batch says it, not who submits it again"
@@ -354,14 +369,13 @@ def test_redis_that_dies_while_rows_are_queued(
 
 
 def test_the_way_on_bears_what_no_record_says_yet(
-    run: Run, connection: redis.Redis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, interrupted: Callable[..., str], connection: redis.Redis
 ) -> None:
     """Interrupted while the input was looked through: the batch will be what the second command says."""
     write(Path("in.jsonl"), rows(1))
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "create", ctrl_c)
-        assert run("submit", "in.jsonl", "--batch-id", "m", "--strict", "--expires-in", "1.5") == 4
-    (again,) = re.findall("queue the rest with: producer (submit .*)", capsys.readouterr().err)
+    flags = ["--batch-id", "m", "--strict", "--expires-in", "1.5"]
+    said = interrupted("submit", "in.jsonl", *flags, place="producer.store.Store.create")
+    (again,) = re.findall("queue the rest with: producer (submit .*)", said)
     assert "--strict" in again
     assert run(*shlex.split(again)) == 0
     left = float(connection.hget("livebatch:batch:m", "expires") or 0) - time.time()
@@ -587,14 +601,14 @@ def test_status_of_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_status_tells_of_a_producer_that_died(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run,
+    interrupted: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     write(Path("in.jsonl"), rows(5))
-    with monkeypatch.context() as patch:
-        patch.setattr("producer.progress.Lines.queueing", ctrl_c)
-        run("submit", "in.jsonl", "--batch-id", "m")
+    interrupted("submit", "in.jsonl", "--batch-id", "m")
     monkeypatch.setattr("producer.tables.SILENT_SECONDS", 0.0)
-    capsys.readouterr()
     run("status")
     assert "submit the same files again with --batch-id m" in capsys.readouterr().err
 

@@ -52,6 +52,11 @@ def job(connection: redis.Redis, job_id: str) -> Job:
     return Job.fetch(job_id, connection, serializer=Serializer)
 
 
+def names_of(connection: redis.Redis, batch_id: str) -> completions.Names:
+    store = Store(connection)
+    return completions.Names(store, store.record(batch_id))
+
+
 def test_package_gives_the_client() -> None:
     assert PublicClient is Client
 
@@ -189,8 +194,7 @@ def test_the_names_of_a_batch_are_kept_only_where_many_are_sought(
     """A few results that got lost must not bring the names of ten million rows into memory."""
     monkeypatch.setattr(completions, "PAGE_ROWS", 10)
     submit(*rows(100))
-    store = Store(connection)
-    names = completions.Names(store, store.record("m"))
+    names = names_of(connection, "m")
     for line in (1, 2, 3):
         names.learn({f"m-0-{line}"})
     assert [names.of(f"m-0-{line}") for line in (1, 2, 3, 4)] == ["r0", "r1", "r2", "m-0-4"]
@@ -203,8 +207,7 @@ def test_rows_whose_names_are_sought_one_by_one_cost_few_walks(
 ) -> None:
     monkeypatch.setattr(completions, "MANY_WALKS", 3)
     submit(*rows(20))
-    store = Store(connection)
-    names = completions.Names(store, store.record("m"))
+    names = names_of(connection, "m")
     connection.config_resetstat()
     for line in range(1, 21):
         names.learn({f"m-0-{line}"})
