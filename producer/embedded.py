@@ -92,7 +92,7 @@ class EmbeddedRedis:
         self.stop()
         if TAKEN in said:
             raise StoreError(
-                f"port {self.port} is taken by another program: end that one, or name another port"
+                f"port {self.port} is taken by another program: end that one, or name another (--port)"
             )
         raise StoreError(f"the embedded Redis did not start: {_last_line(said)}")
 
