@@ -12,7 +12,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from producer.validation import Validation
     from producer.wire import Request, Result
 
+DUPLICATE = "duplicate_custom_id"
 BATCH_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 QUEUE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -255,8 +256,8 @@ class Client:
                 raise UsageError(f"batch {batch_id} is not over yet: what failed is known at its end")
             return store.record(batch_id)
 
-    def _failed_rows(self, batch_id: str, record: Record) -> Set[Place]:
-        """Where a batch's rows stand that have no answer. Raises UsageError where it had other files."""
+    def _failed_rows(self, batch_id: str, record: Record) -> Mapping[Place, str]:
+        """Where a batch's rows stand that have no answer, and why. UsageError where it had other files."""
         from producer import completions
 
         retried = self._retried(batch_id)
@@ -334,14 +335,20 @@ class Client:
             on_progress(progress)
 
 
-def _rows_to_retry(batch_id: str, rows: Iterable[Request | BadRow], wanted: Set[Place]) -> Iterator[Request]:
-    """Those of the batch's rows that have no answer. Looks for the first before a batch is made of them."""
+def _rows_to_retry(
+    batch_id: str, rows: Iterable[Request | BadRow], failed: Mapping[Place, str]
+) -> Iterator[Request]:
+    """Those of the batch's rows that have no answer. Looks for the first before a batch is made of them.
+
+    One whose custom_id was taken is a bad line, too: its answer would pass for the other row's.
+    """
     from producer.validation import good_rows
 
+    wanted = {place for place, code in failed.items() if code != DUPLICATE}
     found = (row for row in good_rows(rows) if (row.file, row.line) in wanted)
     first = next(found, None) if wanted else None
     if first is None:
-        raise NothingToRetryError(_nothing_to_retry(batch_id, len(wanted)))
+        raise NothingToRetryError(_nothing_to_retry(batch_id, len(failed)))
     return chain([first], found)
 
 

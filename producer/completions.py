@@ -94,12 +94,13 @@ def _is_row(entry: LogEntry, record: Record) -> bool:
     return batch_id == record.id and file < len(record.files)
 
 
-def failed(store: Store, record: Record) -> set[Place]:
-    """Where the rows stand that ended without an answer: their results lie in the log itself."""
-    cursor, found = START, set[Place]()
+def failed(store: Store, record: Record) -> dict[Place, str]:
+    """Where the rows stand that ended without an answer, and why: the error codes in the log itself."""
+    cursor, found = START, dict[Place, str]()
     while entries := store.read_log(record.id, cursor, PAGE_ROWS):
         rows = (entry for entry in entries if entry.inline is not None and _is_row(entry, record))
-        found.update(map(_place_of, rows))
+        failures = ((_place_of(entry), _decode(entry, None).failure) for entry in rows)
+        found.update((place, failure.code) for place, failure in failures if failure)
         cursor = entries[-1].cursor
     return found
 

@@ -97,6 +97,18 @@ def test_bad_lines_are_not_retried_but_corrected(
         client.submit([], retry_failed="m")
 
 
+def test_a_row_whose_custom_id_was_taken_is_not_retried(
+    client: Client, worker: TinyWorker, tmp_path: Path
+) -> None:
+    """Its answer would be taken for that of the row that has the name."""
+    lines = [*rows(2), {"custom_id": "r0", "prompt": "another"}]
+    client.submit([write(tmp_path / "in.jsonl", lines)], batch_id="m")
+    worker.fail(worker.claim(1))
+    worker.run()
+    assert client.submit([], retry_failed="m", batch_id="n").queued == 1
+    assert [request.line for request in worker.claim()] == [1]
+
+
 def test_the_command_with_nothing_to_retry_exits_0(
     redis_url: str, client: Client, worker: TinyWorker, tmp_path: Path
 ) -> None:
