@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -22,6 +22,8 @@ from worker.stops import StopScanner
 from worker.tokenizer import Tokenizer
 
 Value = TypeVar("Value")
+
+LIKELY_LENGTH = 8  # characters a token; few texts that fit the context have more
 
 ENDINGS: Mapping[Status, tuple[str, str]] = {
     Status.INVALID_LOGITS: ("invalid_logits", "the model's logits for this row hold NaN or nothing finite"),
@@ -114,7 +116,7 @@ class RowPreparer:
         if request.messages is not None:
             return self._encode_chat(request.messages)
         text = request.prompt or ""
-        self._check_text(text, "prompt")  # spares the tokenizer what cannot fit
+        self._check_text(text, "prompt", self._tokenizer.encode)
         return self._tokenizer.encode(text)
 
     def _encode_chat(self, messages: Sequence[Message]) -> Sequence[int]:
@@ -124,11 +126,19 @@ class RowPreparer:
             raise RowError("invalid_request", reason, "messages")
         self._check_fits(len(messages), "messages")  # each takes a token at least
         text = template.render(messages, self._folder.context_length * self._tokenizer.longest)
-        self._check_text(text, "messages")
+        self._check_text(text, "messages", self._tokenizer.encode_rendered)
         return self._tokenizer.encode_rendered(text)
 
-    def _check_text(self, text: str, param: str) -> None:
+    def _check_text(self, text: str, param: str, encode: Callable[[str], Sequence[int]]) -> None:
+        """Spares the tokenizer what cannot fit: megabytes take it seconds, and the worker waits for it.
+
+        A beginning of twice as many tokens as fit is too long for certain, wherever it was cut.
+        """
         self._check_fits(math.ceil(len(text) / self._tokenizer.longest), param)
+        size = LIKELY_LENGTH * self._folder.context_length
+        while size < len(text):
+            self._check_fits(len(encode(text[:size])) // 2, param)
+            size *= 2
 
     def _check_fits(self, least_tokens: int, param: str) -> None:
         if least_tokens > (context := self._folder.context_length):

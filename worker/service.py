@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rq.worker.base import WorkerStatus
@@ -18,13 +16,16 @@ from rq.worker.base import WorkerStatus
 from kernels.rows import Status
 from producer.errors import StoreError
 from producer.wire import Failure, Result
+from worker.claims import MAX_BYTES
 from worker.desk import Connect, Desk
 from worker.diary import Diary
 from worker.events import Cancel, Died, Event, Outputs, Post, Ready, Stop, Wake
 from worker.finish import ending
 from worker.hand import Hand, Held
+from worker.inbox import Inbox
 from worker.intake import CANCELLED, Intake, failed
-from worker.leases import Claim
+from worker.keeper import Keeper
+from worker.leases import Claim, Lease, Leases
 from worker.link import Link
 from worker.listeners import BLOCK_SECONDS, Commands, Listener, Waiter
 from worker.logs import named
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 # its messages is written in the turn that hears of it.
 FLUSH_SECONDS = 0.04
 SORT_SECONDS = 0.05  # of checking and tokenising, before leases, results and signals are looked at again
+HEAR_SECONDS = 0.05  # of hearing the engine, likewise
 REPORT_SECONDS = 1.0
 LOOK_SECONDS = 1.0  # between two looks at an engine that is being built
 
@@ -63,7 +65,7 @@ class Service:
     ) -> None:
         queues = [queue.name for queue in settings.queues]
         self._settings = settings
-        self._inbox: SimpleQueue[Event] = SimpleQueue()
+        self._inbox = Inbox()
         self._warden = Warden(make_engine(self._inbox.put), settings.engine_timeout_seconds)
         self._desk = Desk(settings, connect)
         self._link = Link("worker")
@@ -78,8 +80,11 @@ class Service:
         )
         patient = 2 * BLOCK_SECONDS + 1
         self._waiters = [Waiter(queue, connect(patient), self._inbox.put) for queue in queues]
-        self._threads: list[Listener | Maintenance] = [
+        leases = Leases(connect(patient), settings.name, settings.lease_seconds, MAX_BYTES)
+        self._keeper = Keeper(leases, settings.beat_seconds)
+        self._threads: list[Listener | Maintenance | Keeper] = [
             *self._waiters,
+            self._keeper,
             Commands(settings.name, connect(patient), self._inbox.put),
             Maintenance(queues, connect(patient), settings.maintenance_seconds, settings.lease_seconds),
         ]
@@ -114,8 +119,8 @@ class Service:
         """Whether there is an engine to work with. False: somebody asked us to stop first."""
         log.info("worker %s builds its engine for %s", self._settings.name, self._settings.engine.model)
         while not self._warden.is_ready and self._stop_at is None:
-            with suppress(Empty):
-                self._handle(self._inbox.get(timeout=LOOK_SECONDS))
+            for event in self._inbox.take(LOOK_SECONDS, 0.0):
+                self._handle(event)
             self._warden.mind()
         return self._stop_at is None
 
@@ -138,8 +143,7 @@ class Service:
             thread.stop()
         if not self._is_open:
             return
-        leases = [held.claim.lease for held in self._hand] + self._intake.leases
-        endings = len(self._desk.endings)
+        leases, endings = self._leases, len(self._desk.endings)
         self._diary.close()
         self._link = Link("worker")
         with self._link:
@@ -162,7 +166,7 @@ class Service:
         return self._stop_at is not None or (self._settings.burst and is_idle)
 
     def _turn(self) -> None:
-        for event in self._events():
+        for event in self._inbox.take(max(0.0, self._next_moment() - time.monotonic()), HEAR_SECONDS):
             self._handle(event)
         for held in self._hand.late():
             self._evict(held, held.lateness)
@@ -173,16 +177,8 @@ class Service:
             with self._link:
                 self._talk()
 
-    def _events(self) -> Iterator[Event]:
-        """What has happened; waits for it, but not past the next thing to do."""
-        try:
-            yield self._inbox.get(timeout=max(0.0, self._next_moment() - time.monotonic()))
-            while True:
-                yield self._inbox.get_nowait()
-        except Empty:
-            return
-
     def _next_moment(self) -> float:
+        """When there is something to do although nothing happens (monotonic seconds)."""
         if self._intake:
             return 0.0
         moments = [self._beat_at, self._report_at, self._hand.next_deadline]
@@ -210,6 +206,11 @@ class Service:
     # -- rows in
 
     @property
+    def _leases(self) -> list[Lease]:
+        """Of the rows that have not ended."""
+        return [held.claim.lease for held in self._hand] + self._intake.leases
+
+    @property
     def _room(self) -> int:
         """For more rows. One that ended here has left the engine only when the engine says so."""
         held = len(self._intake) + self._hand.num_waiting + self._warden.owed + len(self._desk.endings)
@@ -231,6 +232,7 @@ class Service:
                 waiter.arm()
         self._metrics.took(claimed)
         self._intake.take(claimed)
+        self._keeper.took(self._intake.leases)
 
     def _sort(self) -> None:
         found = self._intake.sort(SORT_SECONDS)
@@ -327,8 +329,9 @@ class Service:
 
     def _beat(self) -> None:
         """Renew every lease; find out what we missed while Redis was away."""
-        leases = [held.claim.lease for held in self._hand] + self._intake.leases
+        leases = self._leases
         lost = set(self._desk.renew(leases))
+        self._keeper.renewed([*leases, *(end.lease for end in self._desk.endings)])
         self._beat_at = time.monotonic() + self._settings.beat_seconds
         self._diary.holds(self._hand.batches)
         if lost:

@@ -11,7 +11,7 @@ import tiny_text
 from kernels.rows import RowParams, Status
 from producer.errors import RowError
 from producer.wire import Choice, Request, Result, Sampling, Usage, derived_seed
-from worker.rows import Defaults, PreparedRow, RowPreparer
+from worker.rows import LIKELY_LENGTH, Defaults, PreparedRow, RowPreparer
 from worker.sequence import Output
 from worker.tokenizer import Tokenizer
 
@@ -157,6 +157,25 @@ class TestContext:
         assert code == "context_length_exceeded"
         least, context = map(int, re.findall(r"\d+", message))
         assert least > context == 64
+
+    @pytest.mark.parametrize(
+        "prompt", ["x" * 2000, [{"role": "user", "content": "x" * 1500}]], ids=["text", "message"]
+    )
+    def test_what_may_fit_is_not_encoded_further_than_shows_that_it_does_not(
+        self, preparer: RowPreparer, tokenizer: Tokenizer, prompt: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lengths, encode = [], tokenizer._encode
+        monkeypatch.setattr(tokenizer, "_encode", lambda text: lengths.append(len(text)) or encode(text))
+        code, _, message = refused(preparer, prompt)
+        assert code == "context_length_exceeded"
+        assert lengths == [LIKELY_LENGTH * 64]
+        assert int(re.findall(r"\d+", message)[0]) > 64
+
+    def test_long_tokens_fit_though_they_are_many_characters(
+        self, preparer: RowPreparer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tokenizer, "_encode", lambda text: [5] * (len(text) // 40))
+        assert len(preparer.prepare(request("x" * 2000), 1).row.prompt) == 50
 
     def test_too_many_messages_are_refused_before_they_are_rendered(
         self, preparer: RowPreparer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
