@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.stops import StopScanner
@@ -68,31 +71,69 @@ def test_tokens_that_write_nothing() -> None:
     assert run(["ab"], [b"a", b"", b"b", b""]) == ("ab", 3, "")
 
 
-@given(
-    text=st.text(alphabet="abc", max_size=30),
-    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=4),
-    cuts=st.lists(st.integers(1, 5), min_size=30, max_size=30),
-    include=st.booleans(),
-)
-def test_same_as_searching_the_whole_text(
-    text: str, stops: list[str], cuts: list[int], include: bool
-) -> None:
-    """The formula: of all matches the one with the least (end, start), however the text is cut."""
-    pieces, rest = [], text.encode()
-    for cut in cuts:
-        pieces.append(rest[:cut])
-        rest = rest[cut:]
+def first_match(
+    stops: list[str], pieces: list[bytes], include: bool, held: int
+) -> tuple[str | None, int, bytes]:
+    """The formula: of all matches that do not end in a held piece the one with the least (end, start)."""
+    text, ends = b"".join(pieces), [*accumulate(map(len, pieces))]
+    free = ends[held - 1] if held else 0
     matches = [
-        (start + len(stop), start)
+        (start + len(stop.encode()), start, stop)
         for stop in stops
         for start in range(len(text))
-        if text.startswith(stop, start)
+        if text.startswith(stop.encode(), start) and start + len(stop.encode()) > free
     ]
-    stop, taken, shown = run(stops, pieces, include)
     if not matches:
-        assert (stop, shown) == (None, text)
-        return
-    end, start = min(matches)
-    assert stop == text[start:end]
-    assert shown == text[: end if include else start]
-    assert sum(map(len, pieces[: taken - 1])) < end <= sum(map(len, pieces[:taken]))
+        return None, len(pieces), text
+    end, start, stop = min(matches)
+    taken = next(taken for taken, size in enumerate(ends, 1) if size >= end)
+    return stop, taken, text[: end if include else start]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=st.lists(
+        st.lists(st.sampled_from([b"a", b"b", b"c", *letters("é漢")]), max_size=4).map(b"".join),
+        min_size=1,
+        max_size=12,
+    ),
+    stops=st.lists(st.text(alphabet="abcé漢", min_size=1, max_size=4), min_size=1, max_size=4),
+    include=st.booleans(),
+    held=st.integers(0, 12),
+)
+def test_same_as_searching_the_whole_text(
+    pieces: list[bytes], stops: list[str], include: bool, held: int
+) -> None:
+    """However the text is cut into tokens, and though they cut characters."""
+    held = min(held, len(pieces))
+    scanner = StopScanner(stops, include)
+    found = None
+    for taken, piece in enumerate(pieces, 1):
+        if (found := scanner.feed(piece, taken <= held)) is not None:
+            break
+    assert (found, taken, bytes(scanner.text)) == first_match(stops, pieces, include, held)
+
+
+class Counted(bytearray):
+    """Text that writes down each time it is searched, and how much of it."""
+
+    asked, searched = 0, 0
+
+    def endswith(self, *place: Any) -> bool:
+        self.asked += 1
+        return super().endswith(*place)
+
+    def find(self, sought: bytes, start: int = 0, *end: Any) -> int:  # type: ignore[override]
+        self.searched += len(self) - start
+        return super().find(sought, start, *end)
+
+
+def test_long_stop_strings_are_compared_once_a_byte_whatever_the_text_repeats() -> None:
+    """A search of the whole reach of the stops, token by token, took 10 ms a token."""
+    long = [part + end for part in ("ab" * 511, "ba" * 511) for end in "cdefghij"]
+    scanner = StopScanner([*long, "c" * 1023 + "a"])
+    scanner.text = text = Counted()
+    for piece in [b"abab"] * 1500:
+        assert scanner.feed(piece) is None
+    assert (text.asked, text.searched) == (3000, 0)  # each "a" once
+    assert scanner.feed(b"j") == "ab" * 511 + "j"
