@@ -8,6 +8,7 @@ templates or rows. Measured by benchmarks/parent_cost.py.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, filterfalse
 
@@ -21,16 +22,23 @@ WORD_SPACE = re.compile(r" (?<=\S )(?=\S)")
 PROBE = (
     " It's 12,345 x\n   y =  7.5 [a_b].\n\n (été) 漢字 ½ \U0001f469\u200d\U0001f467 \t<b> I'm\r\n !\u00a0 . "
 )
-CACHED_WORDS = 2**15  # about 10 MB
+# Together 10 MB: some 30,000 words of English, or 1,200 of sixty Chinese characters.
+LATER_BYTES, FIRST_BYTES = 8 * 2**20, 2 * 2**20  # few words are the first: of a prompt, of a turn
+ID_BYTES, SLOT_BYTES = 32, 104  # a number; a word's share of a dict that has just grown
 CACHED_LENGTH = 64  # characters; what is longer is hardly met twice
 
 
 class Words(dict[str, Sequence[int]]):
-    """Ids of words met before, each encoded with ``before`` in front of it. Full, it starts afresh."""
+    """Ids of words met before, each encoded with ``before`` in front of it. Full, it starts afresh.
 
-    def __init__(self, encode: Encode, before: str = "") -> None:
+    It is full with ``room`` bytes: how many words that is depends on their length, and on how many tokens one
+    has, which may be a hundred where the vocabulary lacks its script.
+    """
+
+    def __init__(self, encode: Encode, room: int, before: str = "") -> None:
         super().__init__()
         self._encode, self._before = encode, before
+        self._room, self._taken = room, 0
 
     def __missing__(self, word: str) -> Sequence[int]:
         ids = self._encode(self._before + word)
@@ -39,9 +47,13 @@ class Words(dict[str, Sequence[int]]):
         return ids
 
     def keep(self, words: Mapping[str, Sequence[int]]) -> None:
-        if len(self) + len(words) > CACHED_WORDS:
+        size = sum([_bytes_of(word, ids) for word, ids in words.items()])
+        if self._taken + size > self._room:
             self.clear()
-        self.update(words)
+            self._taken = 0
+        if size <= self._room:
+            self.update(words)
+            self._taken += size
 
 
 class WordEncoder:
@@ -50,7 +62,7 @@ class WordEncoder:
     def __init__(self, encode: Encode, written: Sequence[bytes], names: Mapping[str, int]) -> None:
         self._encode, self._written, self._names = encode, written, names
         self._name = re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
-        self._first, self._later = Words(encode), Words(encode, " ")
+        self._first, self._later = Words(encode, FIRST_BYTES), Words(encode, LATER_BYTES, " ")
 
     def __call__(self, text: str) -> list[int]:
         segment, *rest = self._name.split(text)
@@ -85,6 +97,11 @@ class WordEncoder:
             learned[word] = ids[start:end]
             start = end
         self._later.keep(learned)
+
+
+def _bytes_of(word: str, ids: Sequence[int]) -> int:
+    """What it takes to remember a word."""
+    return sys.getsizeof(word) + sys.getsizeof(ids) + ID_BYTES * len(ids) + SLOT_BYTES
 
 
 def encodes_words_apart(description: Description) -> bool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,15 +72,49 @@ def test_long_words_are_not_remembered() -> None:
     assert encoder.check(f"a {long}") == [f" {long}"]
 
 
-def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHED_WORDS", 3)
-    words = Words(lambda text: [len(text)], " ")
-    for word in ("a", "b", "c", "d"):
-        assert words[word] == [2]
-    assert set(words) == {"d"}
+def size_of(words: Words) -> int:
+    """Bytes it holds, each number counted as an object of its own."""
+    held = sum(
+        sys.getsizeof(word) + sys.getsizeof(ids) + sum(map(sys.getsizeof, ids)) for word, ids in words.items()
+    )
+    return held + sys.getsizeof(words)
+
+
+@pytest.mark.parametrize("letters", [1, 4, 60])
+def test_the_cache_is_bounded_by_bytes(letters: int) -> None:
+    """Not by words: each of 60 Chinese characters takes twenty times the memory of a short English one."""
+    room = 2**18
+    words = Words(lambda text: [*range(1000, 1000 + 3 * len(text))], room, " ")
+    largest = 0
+    for number in range(0x4E00, 0x4E00 + 3000):
+        words.keep({chr(number) * letters: [1000 + number] * 3 * letters})
+        largest = max(largest, size_of(words) if number % 50 == 0 else 0)
+        assert chr(number) * letters in words
+    assert words[chr(number) * letters + "x"] == [*range(1000, 1000 + 3 * letters + 6)]
+    assert room / 3 < largest <= room
+
+
+def test_what_alone_is_larger_than_the_cache_is_not_kept() -> None:
+    words = Words(lambda text: [len(text)], 1000, " ")
+    words.keep({str(number): [number] for number in range(99)})
+    assert not words
+    assert words["a"] == [2]
+    assert set(words) == {"a"}
+
+
+def test_a_prompt_that_fills_the_cache_is_encoded_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LATER_BYTES", 1000)
     encoder = Counted()
     encoder.check("a b c d e f g")
     encoder.check("a b c h i j k")
+
+
+def test_the_caches_of_a_tokenizer_take_what_they_say() -> None:
+    encoder = Counted()
+    for start in range(0x4E00, 0x4E00 + 4000, 4):
+        encoder.check(" ".join(chr(start + i) * 60 for i in range(4)))
+    caches = (encoder.by_words._first, encoder.by_words._later)
+    assert 2**20 < sum(map(size_of, caches)) < 10 * 2**20
 
 
 def test_words_that_the_normalizer_changes() -> None:
