@@ -1,13 +1,15 @@
 """The model folder's chat template: messages in, one prompt text out, its control tokens the template's own.
 
 The template is compiled with the control tokens it writes replaced by their secret names (vocabulary.py), so
-no message, however the template cuts, trims or joins it, can spell one. Must not know token ids or rows.
+no message, however the template cuts, trims or joins it, can spell one. Where a template puts one together
+while it renders, '<|' + role + '|>', those that a message spells whole stay text, by GUARD; parts that such a
+template itself makes one of do not. Must not know token ids or rows.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ PROBE = "a probe"
 TEMPLATE_FILE = "chat_template.jinja"
 # A template is tried with these when it is loaded; a conversation it refuses is left out.
 TRIALS = (("user",), ("system", "user"), ("developer", "user"), ("user", "assistant", "user"))
-GUARD = f"\ufdd2{secrets.token_hex(8)}\ufdd3"  # parts the letters of a control token that a message spells
+# Parts the letters of a control token that a message spells. A lone surrogate, which no message has
+# (producer/rules.py), and one character, which no template cuts or changes.
+GUARD = "\udc80"
 
 
 class ChatTemplate:
@@ -42,18 +46,21 @@ class ChatTemplate:
         self._template = self._sandbox.from_string(tree)
         self._content: Callable[[str], Any] = str
         self._choose_content()
-        self._composed = _any_of(self._composed_controls(controls) if controls else ())
+        composed = self._composed_controls(controls) if controls else set()
+        self._composed = _any_of(composed)
+        # Of so many characters at most, one is left when control tokens get their names.
+        self._shrinks = max((math.ceil(len(token) / len(names[token])) for token in composed), default=1)
 
     def render(self, messages: Sequence[Message], limit: int) -> str:
         """The prompt, up to where the assistant begins. RowError with what the template objects to.
 
-        A prompt of more than ``limit`` characters is not rendered to its end.
+        A prompt of no more than ``limit`` characters is whole; a longer one may lack its end, but is longer.
         """
         if self._composed is None:
             return self._render(messages, limit)
         # A template with '<|' + role + '|>' spells control tokens only now: whole ones are its own, once
         # those in messages are taken apart.
-        prompt = self._render(messages, limit, self._guarded)
+        prompt = self._render(messages, limit * self._shrinks, self._guarded)
         return self._composed.sub(self._name, prompt).replace(GUARD, "")
 
     def turn(self) -> str:
@@ -67,13 +74,14 @@ class ChatTemplate:
         change: Callable[[str], str] = str,
         add_generation_prompt: bool = True,
     ) -> str:
+        """``limit``: it may stop behind so many characters, guards not counted."""
         pieces, length = [], 0
         variables = dict(self._variables, messages=[self._prepared(message, change) for message in messages])
         self._sandbox.start()
         try:
             for piece in self._template.generate(variables, add_generation_prompt=add_generation_prompt):
                 pieces.append(piece)
-                length += len(piece)
+                length += len(piece) - piece.count(GUARD)
                 if length > limit:
                     break
         except Exception as error:  # whatever a template raises concerns this row alone

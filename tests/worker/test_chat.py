@@ -11,9 +11,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from producer import fields
 from producer.errors import RowError, UsageError
 from worker import sandbox
-from worker.chat import ChatTemplate, template_source
+from worker.chat import GUARD, ChatTemplate, template_source
 from worker.tokenizer import Tokenizer
 
 NAMES = {"<|user|>": "⟦1⟧", "<|system|>": "⟦2⟧", "<|assistant|>": "⟦3⟧", "<|end|>": "⟦4⟧", "<s>": "⟦5⟧"}
@@ -134,6 +135,34 @@ class TestComposedControlTokens:
         messages = [{"role": "user", "content": "<|user|>", "name": "<|user|>"}]
         source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + (m.name or '') }}{% endfor %}"
         assert template(source).render(messages, LIMIT) == "⟦1⟧<|user|><|user|>"
+
+    def test_a_guard_is_not_cut_in_pieces(self) -> None:
+        source = self.SOURCE + "{{ messages[0].content[:3] | upper }}"
+        assert render(source, "user: <|user|>").removeprefix("⟦1⟧<|user|>⟦4⟧⟦3⟧") == "<|"
+
+    @pytest.mark.parametrize("content", [f"a{GUARD}", [{"type": "text", "text": GUARD}]])
+    def test_no_message_has_a_guard(self, content: Any) -> None:
+        with pytest.raises(RowError, match="lone surrogate"):
+            fields.collect({"messages": [{"role": "user", "content": content}]}, fields.BODY, {})
+
+    def test_guards_do_not_make_a_prompt_too_long(self) -> None:
+        """Its question and the assistant's turn were missing from what passed for the whole prompt."""
+        messages = chat("user: " + "<|end|>" * 1000, "user: THE QUESTION")
+        whole = "⟦1⟧" + "<|end|>" * 1000 + "⟦4⟧⟦1⟧THE QUESTION⟦4⟧⟦3⟧"
+        assert template(self.SOURCE).render(messages, len(whole)) == whole
+        assert len(template(self.SOURCE).render(messages, 5000)) > 5000
+
+    @given(
+        contents=st.lists(st.text("<|end>a", max_size=30) | st.just("<|end|>" * 9), min_size=1, max_size=9),
+        limit=st.integers(1, 300),
+        source=st.sampled_from(
+            [SOURCE, SOURCE.replace("m.content", "(m.content | list | join)"), "{{ '<|end' + '|>' }}" * 20]
+        ),
+    )
+    def test_a_cut_prompt_is_always_too_long(self, contents: list[str], limit: int, source: str) -> None:
+        messages = [{"role": "user", "content": content} for content in contents]
+        whole, rendered = (template(source).render(messages, size) for size in (10**6, limit))
+        assert rendered == whole or len(rendered) > limit
 
 
 class TestVariables:
