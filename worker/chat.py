@@ -43,6 +43,7 @@ class ChatTemplate:
         if controls is not None:
             self._name_controls(tree, controls)
         self._sandbox.limit(tree)
+        self._sandbox.start()
         self._template = self._sandbox.from_string(tree)
         self._content: Callable[[str], Any] = str
         self._choose_content()

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import tiny_text
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 
 from producer import fields
 from producer.errors import RowError, UsageError
@@ -264,6 +267,58 @@ ENDLESS = {
 }
 
 
+ABSURD = {
+    "it makes something of more than 1048576 characters or items": [
+        "'a' * 10 ** 10",
+        "10 ** 10 * [1]",
+        "'%2000000000d' % 1",
+        "'%(a)-02000000000d' % {'a': 1}",
+        "'%.2000000000f' % 1.5",
+        "'%*d' % (2000000000, 1)",
+        "'%600000d%600000d' % (1, 1)",
+        "'%2000000000d'.encode() % 1",
+        "'%2000000000d' | format(1)",
+        "'%*d' | format(2000000000, 1)",
+        "'{:2000000000d}'.format(1)",
+        "'{a:2000000000d}'.format_map({'a': 1})",
+        "'x' | center(2000000000)",
+        "['x'] | map('center', 2000000000) | list",
+        "'x'.ljust(2000000000)",
+        "('x' | attr('zfill'))(2000000000)",
+        "(1).to_bytes(2000000000, 'big')",
+        "[1] | batch(2000000000, 'x') | list",
+        "[1] | slice(2000000000) | list",
+        "1.5 | round(2000000000, 'ceil')",
+        "5 is divisibleby 2000000000",
+    ],
+    "it reckons with numbers of more than 16384 bits": [
+        "10 ** (10 ** 10)",
+        "3 ** 300000 // 7 ** 150000",
+        "2 ** 9000 * 2 ** 9000 * 2 ** 9000",
+        "('f' * 999999) | int(0, 16) // 7",
+        "('f' * 999999) | int(0, 16) % 7",
+        "('f' * 999999) | int(0, 16) - 7",
+    ],
+    "it indents by more than 64": [
+        "(range(99999) | list * 10) | tojson(indent=100000)",
+        "[1] | tojson(100000)",
+        "'a\\nb' | indent(100000)",
+        "'a\\nb' | indent(width='x' * 65)",
+    ],
+    "a width that is itself formatted": ["'{:{}d}'.format(1, 2000000000)"],
+}
+STEPS = {
+    "operators": "{% set x = 7 // 2 %}",
+    "filters": "{% if 'a' | lower %}{% endif %}",
+    "tests": "{% if messages is defined %}{% endif %}",
+    "calls": "{{ range(3) }}",
+    "outputs": "{{ 'a' ~ 'b' }}",
+    "outputs within a text": "{% set x %}{{ messages }}{% endset %}",
+    "conditions": "{% if 'a' in messages %}{% elif 'b' in messages %}{% endif %}",
+    "assignments": "{% set x = messages == messages %}",
+}
+
+
 class TestTime:
     """A template that would not end is stopped, when it is loaded and when it meets a row."""
 
@@ -283,12 +338,63 @@ class TestTime:
         assert [made.render(chat("user: x"), LIMIT) for _ in range(100)] == ["x"] * 100
 
     @pytest.mark.parametrize(
-        "expression",
-        ["'a' * 10 ** 10", "10 ** 10 * [1]", "10 ** (10 ** 10)", "2 ** 500000 * 2 ** 500000 * 2 ** 500000"],
+        ("expression", "reason"), [(made, why) for why, all_of in ABSURD.items() for made in all_of]
     )
-    def test_nothing_absurd_is_made_meanwhile(self, expression: str) -> None:
-        with pytest.raises(RowError, match="it makes something of more than 1048576 characters"):
+    def test_nothing_absurd_is_made_meanwhile(self, expression: str, reason: str) -> None:
+        with pytest.raises(RowError, match=reason):
             render("{{ (" + expression + ") | string | length }}", "user: x")
+
+    @pytest.mark.parametrize("source", STEPS.values(), ids=STEPS.keys())
+    def test_each_step_looks_at_the_clock(self, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """So many of them end in time though no loop repeats them."""
+        made, looks = template(source * 50), []
+        monkeypatch.setattr(sandbox.Sandbox, "tick", lambda self: looks.append(1) or True)
+        assert GUARD not in made.render(chat("user: x"), LIMIT)
+        assert 50 <= len(looks) <= 250
+
+    def test_what_is_constant_is_worked_out_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Jinja does it while it compiles."""
+        looks: list[float] = []
+        monkeypatch.setattr(sandbox.Sandbox, "tick", lambda self: looks.append(self._deadline) or True)
+        template("{% if 'x' | center(1000) %}{% endif %}")
+        assert looks[0] < float("inf")
+
+    def test_the_threads_clock_is_read_when_the_walls_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wall, used = iter([0.0, 1.0, 2.5, 2.5, 2.5, 4.6]), iter([0.0, 0.1, 2.1])
+        box = sandbox.Sandbox()
+        monkeypatch.setattr(sandbox, "RENDER_SECONDS", 2.0)
+        clocks = SimpleNamespace(perf_counter=lambda: next(wall), thread_time=lambda: next(used))
+        monkeypatch.setattr(sandbox, "time", clocks)
+        box.start()
+        assert box.tick()  # 1.0: no need to ask the thread's
+        assert box.tick()  # 2.5, but it ran for 0.1 s of them; at 2.5 + 1.9 it is asked again
+        assert box.tick()
+        with pytest.raises(TemplateError, match="more than 2 s"):
+            box.tick()
+
+    def test_what_templates_format_is_what_it_was(self) -> None:
+        source = (
+            "{{ '%05.1f|%-4s|%d%%' % (1.25, 'a', 1733000000) }} {{ '%(text)3d' | format(text=7) }}"
+            "{{ '%*d' % (4, 1) }} {{ '{:>4}{{}}'.format(7) }}"
+            "{{ '{a}' | replace('{', '<') }}{{ 'b\nc' | indent(2) }}{{ 'x'.center(3) }}{{ 7.26 | round(1) }}"
+            "{{ [1, 2, 3] | batch(2) | list }}{{ 1733000000 | round | int }}{{ 6 is divisibleby 3 }}"
+        )
+        assert render(source, "user: x") == (
+            "001.2|a   |1733000000%   7   1    7{}<a}b\n  c x 7.3[[1, 2], [3]]1733000000True"
+        )
+
+    @given(
+        value=st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            ),
+        ),
+        indent=st.none() | st.integers(0, 4),
+    )
+    def test_json_is_pythons(self, value: Any, indent: int | None) -> None:
+        made = sandbox.Sandbox().filters["tojson"](value, indent=indent)
+        assert made == json.dumps(value, ensure_ascii=False, indent=indent)
 
     def test_what_templates_multiply_is_what_it_was(self) -> None:
         source = "{{ '-' * 3 }}{{ 2 * 'ab' }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 1.5 * 2 }}{{ 2 ** -1 }}{{ [0] * 2 }}"
