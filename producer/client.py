@@ -256,11 +256,10 @@ class Client:
                 raise UsageError(f"batch {batch_id} is not over yet: what failed is known at its end")
             return store.record(batch_id)
 
-    def _failed_rows(self, batch_id: str, record: Record) -> Mapping[Place, str]:
+    def _failed_rows(self, retried: Record, record: Record) -> Mapping[Place, str]:
         """Where a batch's rows stand that have no answer, and why. UsageError where it had other files."""
         from producer import completions
 
-        retried = self._retried(batch_id)
         _require_same_files(retried, record)
         return completions.failed(self._store, retried)
 
@@ -298,14 +297,23 @@ class Client:
         stamps = list(map(sources.stamp, found))
         record = self._record(found, queue, new_batch_id() if batch_id is None else batch_id, format)
         record = replace(record, expires=expires, retries=retries)
-        with connection.explained(self.url):
-            wanted = None if retries is None else self._failed_rows(retries, record)
-        rows = read_all(found, record.id, format, on_warning, progress)
-        if retries is not None and wanted is not None:
-            rows = _rows_to_retry(retries, rows, wanted)
+
+        def read(called: Record) -> Iterator[Request | BadRow]:
+            """Rows bear the same ids whatever their files are called by now."""
+            titles = [sources.title(file.path) for file in called.files]
+            return read_all(found, called.id, format, on_warning, progress=progress, titles=titles)
+
+        retry: Iterator[Request] | None = None
+        if retries is not None:
+            with connection.explained(self.url):
+                retried = self._retried(retries)
+                failed = self._failed_rows(retried, record)
+            record = replace(record, files=retried.files)
+            retry = _rows_to_retry(retries, read(record), failed)
         with _named(record.id), connection.explained(self.url):
             standing = self._store.create(record)
             _require_same(standing, record)
+            rows = retry or read(standing)
             self._enqueue(standing, rows, progress, on_progress, max_queued_bytes)
             if stamps != list(map(sources.stamp, found)):
                 raise UsageError(CHANGED.format(id=record.id))

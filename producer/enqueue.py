@@ -22,8 +22,7 @@ from producer.backlog import ROW_BYTES, Backlog
 from producer.batch import Progress, Record
 from producer.connection import MEMORY_FULL, memory_used
 from producer.errors import RowError, UsageError
-from producer.jsonl import BadRow, duplicate_row, refused_row
-from producer.rules import clean
+from producer.jsonl import BadRow, duplicate_row, file_names, refused_row
 from producer.sizes import show_bytes
 from producer.store import Serializer, Store, as_text, batch_key, counts_key, ids_key, lines_key
 from producer.wire import FUNCTION, Request, Result
@@ -245,8 +244,7 @@ class Enqueuer:
 
     @cached_property
     def _titles(self) -> list[str]:
-        """Names of the batch's files. They need not be Unicode, what Redis is sent must be."""
-        return [clean(file.path, 400) for file in self._record.files]
+        return file_names([file.path for file in self._record.files])
 
 
 def _accept(bitmap: bytearray, offset: int) -> bool:

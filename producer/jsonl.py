@@ -6,7 +6,6 @@ Owns the input shapes, custom_ids and output lines. What a field may be is field
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ ENDPOINTS: Mapping[str, wire.Endpoint] = {"/v1/chat/completions": "chat", "/v1/c
 # The id of a line that is no JSON: good only where it stands first and whole, as every writer puts it.
 LEADING_ID = re.compile(r'\s*\{\s*"(?:custom_id|id|key|request_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d+)\s*[,}]')
 OPEN_STRING = re.compile(r'"(\w+)"\s*:\s*"(?:[^"\\]|\\.)*\\?\Z', re.DOTALL)
+SURROGATE = re.compile("[\ud800-\udfff]")  # a byte of a file name that is no UTF-8
+MAX_NAME = 400  # characters of a file's name in a custom_id
 # str.splitlines breaks a line at these; they are written as escapes so that no reader can.
 LINE_BREAKERS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -48,7 +49,7 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a row stands. ``name``: the file's name when the batch has several, else empty."""
+    """Where a row stands. ``name``: the file's (file_names) when the batch has several, else empty."""
 
     batch_id: str
     file: int = 0
@@ -71,24 +72,36 @@ def read_rows(
     batch_id: str,
     file_index: int = 0,
     format: Format = "jsonl",
-    many_files: bool = False,
+    name: str = "",
     title: str = "",
     on_read: OnRead | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[wire.Request | BadRow]:
     """Every line of ``path`` that is not blank, in order, as a Request or a BadRow; constant memory.
 
-    ``format`` text: each line is a prompt. ``title``: what people call the file, where that is not its path.
+    ``format`` text: each line is a prompt. ``name``: of its rows' file, see Place. ``title``: what people
+    call the file, where that is not its path.
     Raises UsageError when the file cannot be read (lines.read_lines).
     """
     parse = parse_text if format == "text" else parse_line
-    # A file name need not be Unicode, a custom_id must be, and at most 512 characters.
-    name = clean(os.fsencode(title or path).decode("utf-8", "replace"), 400) if many_files else ""
     for line in read_lines(path, title=title, on_read=on_read, max_line_bytes=max_line_bytes):
         if not line.data or line.data.isspace():
             continue
         place = Place(batch_id, file_index, line.number, name)
         yield parse(line.data, place) if line.whole else _too_long(line, place, max_line_bytes)
+
+
+def file_names(paths: Sequence[str]) -> list[str]:
+    """What the files of a batch are called in custom_ids and messages: different files differently.
+
+    A path need not be Unicode, a custom_id must be, and at most 512 characters. Where that makes two names
+    the same, each bears its file's number; a file that is given twice is one file.
+    """
+    places = {path: number for number, path in reversed([*enumerate(paths, 1)])}
+    names = {path: clean(SURROGATE.sub("\ufffd", path), MAX_NAME) for path in places}
+    if len({*names.values()}) < len(names):
+        names = {path: f"{name} (file {places[path]})" for path, name in names.items()}
+    return [names[path] for path in paths]
 
 
 def has_json(path: str, title: str) -> bool:

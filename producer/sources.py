@@ -33,7 +33,12 @@ class Source:
     @property
     def title(self) -> str:
         """As people are told of it."""
-        return STDIN_TITLE if self.name == STDIN else self.name
+        return title(self.name)
+
+
+def title(name: str) -> str:
+    """What people call the file of this name."""
+    return STDIN_TITLE if name == STDIN else name
 
 
 def expand(patterns: Sequence[str]) -> list[str]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from producer.batch import Progress
 from producer.errors import UsageError
-from producer.jsonl import BadRow, Duplicates, Format, has_json, read_rows
-from producer.rules import clean
+from producer.jsonl import BadRow, Duplicates, Format, file_names, has_json, read_rows
 from producer.sources import Source
 from producer.wire import Request
 
@@ -55,12 +54,16 @@ def read_all(
     batch_id: str,
     format: Format,
     on_warning: Callable[[str], None],
+    *,
     progress: Progress | None = None,
+    titles: Sequence[str] | None = None,
 ) -> Iterator[Request | BadRow]:
     """Every row of the files, in order; ``progress.fraction`` follows the bytes read.
 
+    ``titles``: what the files were called when their rows got their ids, where that is not what they are now.
     ``on_warning`` is told of each file without rows.
     """
+    names = file_names(titles or [source.title for source in sources])
     for index, source in enumerate(sources):
         has_rows = False
 
@@ -73,7 +76,7 @@ def read_all(
             batch_id=batch_id,
             file_index=index,
             format=format,
-            many_files=len(sources) > 1,
+            name=names[index] if len(sources) > 1 else "",
             title=source.title,
             on_read=report,
         ):
@@ -90,7 +93,7 @@ def validate(
     on_warning: Callable[[str], None],
 ) -> Validation:
     """Read everything; ``on_bad`` gets each bad row, a custom_id's second use among them."""
-    found, duplicates = Validation(), Duplicates([clean(source.title, 400) for source in sources])
+    found, duplicates = Validation(), Duplicates(file_names([source.title for source in sources]))
     for row in read_all(sources, NO_BATCH, format, on_warning):
         found.rows += 1
         bad = row if isinstance(row, BadRow) else duplicates.check(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -180,3 +181,38 @@ def test_the_command_names_both(
     done = CliRunner().invoke(app, ["submit", *flags])
     assert isinstance(done.exception, UsageError)
     assert "name the files to submit" in str(done.exception)
+
+
+NAMELESS = ['{"prompt": "x"}', '{"prompt": "y"}']
+
+
+def test_rows_without_ids_of_files_whose_names_look_the_same(
+    client: Client, worker: TinyWorker, tmp_path: Path
+) -> None:
+    files = [str(tmp_path / os.fsdecode(name)) for name in (b"n\xff.jsonl", b"n\xfe.jsonl")]
+    for file in files:
+        write(Path(file), NAMELESS)
+    assert client.validate(files).bad == 0
+    batch = client.submit(files, batch_id="m")
+    assert (batch.queued, batch.failed) == (4, 0)
+    again = client.submit(files, batch_id="m")
+    assert (again.queued, again.already, again.failed) == (0, 4, 0)
+    assert worker.run() == 4
+
+
+def test_rows_keep_the_ids_they_got_though_their_files_are_renamed(
+    client: Client, worker: TinyWorker, tmp_path: Path
+) -> None:
+    """Those of a second submission, of the failed ones, and of those that failed again."""
+    files = [write(tmp_path / name, NAMELESS) for name in ("a.jsonl", "b.jsonl")]
+    client.submit(files, batch_id="m")
+    named = [f"{file}:line-{line}" for file in files for line in (1, 2)]
+    moved = [str(Path(file).rename(f"{file}.moved")) for file in files]
+    again = client.submit(moved, batch_id="m")
+    assert (again.queued, again.already, again.failed) == (0, 4, 0)
+    worker.fail(worker.claim())
+    for before, batch in (("m", "n"), ("n", "o")):
+        client.submit(moved, retry_failed=before, batch_id=batch)
+        live = worker.claim()
+        assert [request.custom_id for request in live] == named
+        worker.fail(live)

@@ -14,7 +14,7 @@ import pytest
 
 from producer import wire
 from producer.errors import UsageError
-from producer.jsonl import BadRow, read_rows
+from producer.jsonl import BadRow, file_names, read_rows
 from producer.lines import Line, check_readable, read_lines
 
 ROW = b'{"prompt":"x"}'
@@ -211,13 +211,41 @@ def test_memory_does_not_grow_with_the_file(file: Path) -> None:
 def test_many_files_name_their_rows(tmp_path: Path) -> None:
     path = tmp_path / "b\udcff.jsonl"  # a file name need not be Unicode
     path.write_bytes(ROW + b"\n{\n")
-    rows = list(read_rows(str(path), batch_id="b", file_index=2, many_files=True))
+    (name,) = file_names([str(path)])
+    rows = list(read_rows(str(path), batch_id="b", file_index=2, name=name))
     assert rows[0].custom_id == f"{tmp_path}/b\ufffd.jsonl:line-1"
     assert rows[1].custom_id == f"{tmp_path}/b\ufffd.jsonl:line-2"
     assert (rows[1].file, rows[1].line) == (2, 2)
     assert isinstance(rows[1], BadRow)
     assert rows[1].failure.message.startswith(f"{tmp_path}/b\ufffd.jsonl, line 2: not JSON")
     assert rows[1].result(5).job_id == "b-2-2"
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["n\udcff.jsonl", "n\udcfe.jsonl"],
+        [f"{'d' * 398}/{name}.jsonl" for name in "abc"],
+        ["n\udcff (file 2)", "n\udcff", "n\udcfe", "n\ufffd"],
+        ["a", "b"],
+    ],
+)
+def test_different_files_have_different_names(paths: list[str]) -> None:
+    """The ids of their rows would meet, and the rows be refused."""
+    names = file_names(paths)
+    assert len(set(names)) == len(paths)
+    assert max(map(len, names)) <= 512 - len(":line-9999999999")
+    assert "".join(names).encode()
+
+
+def test_files_have_their_names_where_these_differ() -> None:
+    assert file_names(["a.jsonl", "d/a.jsonl", "a.jsonl"]) == ["a.jsonl", "d/a.jsonl", "a.jsonl"]
+    assert file_names(["n\udcff", "a", "n\udcfe", "a"]) == [
+        "n\ufffd (file 1)",
+        "a (file 2)",
+        "n\ufffd (file 3)",
+        "a (file 2)",
+    ]
 
 
 def test_text_files(file: Path) -> None:
