@@ -6,6 +6,7 @@ Owns the input shapes, custom_ids and output lines. What a field may be is field
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,22 @@ ENDPOINTS: Mapping[str, wire.Endpoint] = {"/v1/chat/completions": "chat", "/v1/c
 LEADING_ID = re.compile(r'\s*\{\s*"(?:custom_id|id|key|request_id)"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d+)\s*[,}]')
 OPEN_STRING = re.compile(r'"(\w+)"\s*:\s*"(?:[^"\\]|\\.)*\\?\Z', re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")  # a byte of a file name that is no UTF-8
+LARGE_DIGITS = 300
 MAX_NAME = 400  # characters of a file's name in a custom_id
 # str.splitlines breaks a line at these; they are written as escapes so that no reader can.
 LINE_BREAKERS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
+
+def _large_int(digits: str) -> int:
+    """An integer of any length, about right; int() refuses thousands of digits, and so does every field."""
+    left = len(digits) - LARGE_DIGITS
+    return int(digits) if left <= 0 else int(digits[:LARGE_DIGITS]) << int(left * math.log2(10))
+
+
 _decode = json.JSONDecoder().decode
+_decode_large = json.JSONDecoder(
+    parse_int=_large_int
+).decode  # the hook would cost any row of token ids a lot
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +230,20 @@ def _custom_id(row: Mapping[str, Any]) -> str | None:
 def _load(data: bytes) -> Any:
     text = _text(data)
     try:
-        return _decode(text)
+        return _parse(text)
     except json.JSONDecodeError as error:
         raise RowError("invalid_json", f"not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise _too_deep() from None
-    except ValueError:  # int() refuses thousands of digits
-        raise RowError("invalid_json", "a number has too many digits") from None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return _decode(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # a number of thousands of digits, which the rule of its field refuses
+        return _decode_large(text)
 
 
 def _text(data: bytes) -> str:

@@ -166,6 +166,36 @@ def test_rows_without_an_id_are_named_by_their_line() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "code", "param"),
+    [
+        (b'{"prompt":"x","seed":%b}', "invalid_value", "seed"),
+        (b'{"prompt":"x","seed":-%b}', "invalid_value", "seed"),
+        (b'{"prompt":"x","top_p":%b}', "invalid_value", "top_p"),
+        (b'{"prompt":"x","top_p":%b.5}', "invalid_value", "top_p"),
+        (b'{"prompt":"x","logit_bias":{"5":%b}}', "invalid_value", "logit_bias"),
+        (b'{"prompt_token_ids":[1,%b]}', "invalid_request", "prompt_token_ids"),
+        (b'{"prompt":%b}', "invalid_request", "prompt"),
+        (b'{"prompt":"x","id":%b}', "invalid_value", "id"),
+        (b'{"prompt":"x","sampling_params":{"n":%b}}', "invalid_value", "n"),
+        (b'{"prompt":"x","metadata":{"a":%b}}', "unsupported_parameter", "metadata"),
+        (b"[%b]", "invalid_json", None),
+    ],
+)
+@pytest.mark.parametrize("digits", [5000, 1_000_000])
+def test_a_number_of_thousands_of_digits_is_the_fault_of_its_field(
+    line: bytes, code: str, param: str | None, digits: int
+) -> None:
+    failure = bad(line % (b"9" * digits)).failure
+    assert (failure.code, failure.param) == (code, param)
+    assert len(failure.message) < 200
+
+
+def test_a_number_of_thousands_of_digits_in_an_ignored_field_is_ignored() -> None:
+    line = b'{"prompt":"x","user":%b}' % (b"9" * 5000)
+    assert isinstance(parse_line(line, PLACE), wire.Request)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         b"",
@@ -179,7 +209,7 @@ def test_rows_without_an_id_are_named_by_their_line() -> None:
         b"\x00",
         b"[" * 100_000,
         b'{"a":' * 100_000,
-        b'{"prompt":"x","seed":' + b"9" * 5000 + b"}",
+        b'{"prompt":"x","seed":' + b"9" * 5000,
         b'{"prompt":"\xed\xa0\xbd"}',
         b"nan",
         b"NaN",
