@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from producer import connection
 from producer.batch import KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
+from producer.cursor import START, is_cursor
 from producer.errors import HalfQueuedError, NothingToRetryError, StoreError, UsageError
+from producer.rules import show
 from producer.store import DEFAULT_QUEUE, Store
 
 if TYPE_CHECKING:
@@ -200,14 +202,17 @@ class Client:
         """Results page by page, each with the cursor to go on from; see ``results``.
 
         With ``follow`` an empty page comes about once a second, for its status. Cursors of an ordered reading
-        and of an unordered one are of different kinds.
+        and of an unordered one are of different kinds. Raises UsageError for what is no cursor.
         """
+        cursor = cursor or START
+        if not is_cursor(cursor):
+            raise UsageError(f"{show(cursor)} is no cursor: give one as a page had it, or none to start")
         store = self._store
         with connection.explained(self.url):
             from producer import completions
 
             read = completions.ordered_pages if ordered else completions.pages
-            yield from read(store, store.record(batch_id), cursor or completions.START, follow=follow)
+            yield from read(store, store.record(batch_id), cursor, follow=follow)
 
     def results(
         self, batch_id: str, *, follow: bool = False, ordered: bool = False, cursor: str | None = None

@@ -18,6 +18,7 @@ from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegis
 from rq.results import Result as JobResult
 
 from producer.batch import BatchStatus, Record
+from producer.cursor import START
 from producer.errors import WireError
 from producer.rules import show
 from producer.store import LogEntry, Serializer, Store, as_text, ids_key, lines_key
@@ -29,7 +30,6 @@ BLOCK_MS = 1000  # how long to wait for an end before looking whether any row wa
 MANY_PAGES = 4  # of rows without a name, then the names of all rows are kept: about 135 bytes a row
 MANY_WALKS = 32  # then, too: with ten million rows each takes 16 s
 PAUSE_SECONDS = 0.1  # after a page that was not full and may not be the last: 3 ms go into any page
-START = "0"
 
 Place = tuple[int, int]  # file, line
 NEVER: Place = (-1, -1)  # no row stands there

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -19,11 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from producer.cursor import is_cursor
 from producer.errors import OutputError, UsageError
 from producer.jsonl import encode_line, flat_line, result_line
 from producer.wire import Result
-
-CURSOR = re.compile(r"\d{1,20}(-\d{1,20})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class Checkpoint:
         for size in (self.bytes, self.error_bytes):
             if type(size) is not int or not 0 <= size < 2**63 or (size and self.cursor is None):
                 raise ValueError(f"{size!r} settled bytes at cursor {self.cursor!r}")
-        if self.cursor is not None and not CURSOR.fullmatch(self.cursor):
+        if self.cursor is not None and not is_cursor(self.cursor):
             raise ValueError(f"cursor {self.cursor!r}")
         return self
 

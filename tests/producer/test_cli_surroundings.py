@@ -121,6 +121,8 @@ def test_results_go_into_files_only() -> None:
         {"cursor": "zzz"},
         {"cursor": "1-x"},
         {"cursor": 7},
+        {"cursor": "99999999999999999999-1"},
+        {"cursor": f"1-{2**64}"},
         {"cursor": None},
     ],
 )

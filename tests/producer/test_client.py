@@ -373,6 +373,14 @@ def test_ordered_gives_what_is_due_and_goes_on_from_a_cursor(
     assert ids(client.results("m", ordered=True, cursor=page.cursor)) == wanted[10:]
 
 
+@pytest.mark.parametrize("cursor", ["zzz", "1-x", "-1", "99999999999999999999-1", "1-99999999999999999999"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_is_no_cursor(client: Client, tmp_path: Path, cursor: str, ordered: bool) -> None:
+    client.submit([write(tmp_path / "a.jsonl", rows(1))], batch_id="m")
+    with pytest.raises(UsageError, match=f'"{cursor}" is no cursor'):
+        next(client.pages("m", ordered=ordered, cursor=cursor))
+
+
 def test_ordered_cursor_before_anything_is_due(client: Client, worker: TinyWorker, tmp_path: Path) -> None:
     wanted = shuffled_batch(client, worker, tmp_path)
     live = worker.claim()
