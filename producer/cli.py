@@ -36,6 +36,7 @@ from producer.flags import (
     Flat,
     Format,
     Json,
+    KeepDays,
     MaxQueuedBytes,
     NewBatchId,
     Ordered,
@@ -46,7 +47,7 @@ from producer.flags import (
 )
 from producer.following import Follower, Outage, queued_line, say
 from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
-from producer.sizes import parse_bytes
+from producer.sizes import check_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus, Progress
@@ -80,8 +81,6 @@ class InterruptedHereError(LivebatchError):
     """Ctrl-C; the message says how to come back."""
 
 
-KEEP_DAYS = 7.0
-MAX_KEEP_DAYS = 3650  # what Redis and RQ can count
 CTRL_C = 130  # Typer's own exit code for it, where no command had anything to add
 
 app = typer.Typer(
@@ -135,9 +134,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     expires_in: ExpiresIn = None,
     retry_failed: RetryFailed = None,
     release: Release = False,
-    keep_days: Annotated[
-        float, typer.Option(min=0.01, help="How long Redis keeps a row's result.")
-    ] = KEEP_DAYS,
+    keep_days: KeepDays = None,
     as_json: Json = False,
     redis: Redis = None,
 ) -> None:
@@ -156,19 +153,21 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     output = Output(out, ordered, flat, errors_file, release)
     _check_submit_flags(output, wait, as_json, bool(files or retry_failed))
     most = None if max_queued_bytes is None else parse_bytes(max_queued_bytes, "--max-queued-bytes")
+    expires_seconds = _seconds(expires_in, "--expires-in", "hours")
+    keep_seconds = _seconds(keep_days, "--keep-days", "days")
     outage = Outage()
-    client = Client(redis, keep_seconds=_keep_seconds(keep_days), on_outage=outage.begin)
+    kept = None if keep_seconds is None else round(keep_seconds)
+    client = Client(redis, keep_seconds=kept, on_outage=outage.begin)
     batch_id = new_batch_id() if batch_id is None else batch_id
     options: dict[str, Any] = {"batch_id": batch_id, "queue": queue, "format": format}
     options["retry_failed"] = retry_failed
-    kept = None if keep_days == KEEP_DAYS else keep_days
-    bounds = {"max_queued_bytes": max_queued_bytes, "expires_in": expires_in, "keep_days": kept}
+    bounds = {"max_queued_bytes": max_queued_bytes, "expires_in": expires_in, "keep_days": keep_days}
     rest = again.rest(files or [], strict, output if wait else None, redis, **options, **bounds)
     collect = again.collect(batch_id, output, redis)
     with output.open(batch_id) as sink, _display(out or not wait) as show:
         follower = Follower(client, batch_id, output, sink, show, outage=outage)
         with _interruptible(rest):
-            options |= {"strict": strict, "max_queued_bytes": most, "expires_in": _seconds(expires_in)}
+            options |= {"strict": strict, "max_queued_bytes": most, "expires_in": expires_seconds}
             gather = follower.gather if wait and out and not ordered else None
             batch = _queue(client, files or [], _progressed(show, outage, gather), options, as_json)
         if wait:
@@ -397,8 +396,8 @@ def _interruptible(hint: str, broken: type[StoreError] = HalfQueuedError) -> Ite
         raise type(error)(f"{error}; {hint}") from error
 
 
-def _seconds(hours: float | None) -> float | None:
-    return None if hours is None else 3600 * hours
+def _seconds(value: float | None, flag: str, unit: str) -> float | None:
+    return None if value is None else check_seconds(value, flag, unit=unit)
 
 
 def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: bool) -> None:
@@ -416,12 +415,6 @@ def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: boo
     if wait and as_json and not output.out:
         raise UsageError("--wait --json needs -o OUT: the results would mix with the JSON on standard output")
     output.check()
-
-
-def _keep_seconds(days: float) -> int:
-    if not days <= MAX_KEEP_DAYS:  # NaN too
-        raise UsageError(f"--keep-days wants at most {MAX_KEEP_DAYS:,} days, not {days:g}")
-    return round(days * 86_400)
 
 
 def _finish(status: BatchStatus, read_as_failed: int, as_json: bool = False) -> NoReturn:

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from producer import connection
-from producer.batch import KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
+from producer.batch import DAY_SECONDS, KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
 from producer.cursor import START, is_cursor
 from producer.errors import HalfQueuedError, NothingToRetryError, StoreError, UsageError
 from producer.rules import show
+from producer.sizes import check_seconds
 from producer.store import DEFAULT_QUEUE, Store
 
 if TYPE_CHECKING:
@@ -56,18 +57,20 @@ class Client:
     """One Redis, as a producer sees it.
 
     ``url`` None: REDIS_URL, else redis://127.0.0.1:6379. ``keep_seconds``: how long Redis keeps results after
-    their row's end. ``on_outage`` is called again and again while a Redis that went away is waited for.
-    Methods raise UsageError (what was asked cannot be done) and StoreError (Redis).
+    their row's end (None: 7 days). ``on_outage`` is called again and again while a Redis that went away is
+    waited for. Methods raise UsageError (what was asked cannot be done) and StoreError (Redis).
     """
 
     def __init__(
         self,
         url: str | None = None,
         *,
-        keep_seconds: int = KEEP_SECONDS,
+        keep_seconds: int | None = None,
         on_outage: Callable[[], None] = lambda: None,
     ) -> None:
         self.url = url or connection.default_url()
+        if keep_seconds is not None:
+            check_seconds(keep_seconds, "keep_seconds", least=1)
         self._keep_seconds = keep_seconds
         self._on_outage = on_outage
 
@@ -106,11 +109,14 @@ class Client:
         ``retry_failed``: a batch that is over; only its rows without an answer are queued, bad lines left
         out. ``files`` may then be empty: those it was made of. NothingToRetryError: there are no such rows.
         Raises HalfQueuedError, a StoreError that names the batch, when Redis fails in the middle.
-        ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server.
+        ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server, an end
+        or a time to keep results that the batch does not take because it has its own.
         """
         from producer import sources
         from producer.validation import BadLinesError, require_json, validate
 
+        if expires_in is not None:
+            check_seconds(expires_in, "expires_in")
         self._check(on_warning)
         if retry_failed is not None and not files:
             files = _kept_files(self._retried(retry_failed))
@@ -279,7 +285,7 @@ class Client:
             format=format,
             created=time.time(),
             files=tuple(map(sources.digest, found)),
-            keep_seconds=self._keep_seconds,
+            keep_seconds=KEEP_SECONDS if self._keep_seconds is None else self._keep_seconds,
         )
 
     def _submit(
@@ -318,6 +324,8 @@ class Client:
         with _named(record.id), connection.explained(self.url):
             standing = self._store.create(record)
             _require_same(standing, record)
+            for text in _not_taken(standing, record, self._keep_seconds):
+                on_warning(text)
             rows = retry or read(standing)
             self._enqueue(standing, rows, progress, on_progress, max_queued_bytes)
             if stamps != list(map(sources.stamp, found)):
@@ -427,6 +435,24 @@ def _require_same(standing: Record, wanted: Record) -> None:
         flag = f"with --retry-failed {standing.retries}" if standing.retries else "without --retry-failed"
         raise UsageError(f"{start} was submitted {flag}: do so again, {end}")
     _require_same_files(standing, wanted)
+
+
+def _not_taken(standing: Record, wanted: Record, keep_seconds: int | None) -> Iterator[str]:
+    """What was asked of a batch that was there already, and that it does not take."""
+    if standing == wanted:
+        return
+    start, end = f"batch {standing.id} was there already and keeps", "another needs a new batch id"
+    if wanted.expires is not None:
+        yield f"{start} {_end(standing)} (--expires-in): {end}"
+    if keep_seconds not in (None, standing.keep_seconds):
+        yield f"{start} its results for {standing.keep_seconds / DAY_SECONDS:g} days (--keep-days): {end}"
+
+
+def _end(record: Record) -> str:
+    if record.expires is None:
+        return "having no end"
+    hours = (record.expires - time.time()) / 3600
+    return f"its end, in {hours:,.1f} hours" if hours > 0 else f"its end, {-hours:,.1f} hours ago"
 
 
 def _require_same_files(standing: Record, wanted: Record) -> None:

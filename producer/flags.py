@@ -30,6 +30,12 @@ ExpiresIn = Annotated[
         "--expires-in", metavar="HOURS", min=0.0, help="Rows not done by then end as batch_expired."
     ),
 ]
+KeepDays = Annotated[
+    float | None,
+    typer.Option(
+        "--keep-days", metavar="DAYS", min=0.01, help="How long Redis keeps a row's result. Default: 7."
+    ),
+]
 RetryFailed = Annotated[
     str | None,
     typer.Option("--retry-failed", metavar="BATCH", help="Only the rows of that batch that have no answer."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -173,9 +174,19 @@ def test_a_batch_id_that_is_not_unicode(
     assert "there is no batch" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("days", ["inf", "nan", "1e15", "3651"])
-def test_results_are_not_kept_longer_than_redis_can_count(
-    days: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("value", ["inf", "nan", "1e15", "1e308", "87601"])
+@pytest.mark.parametrize(("flag", "most"), [("--keep-days", "3,650 days"), ("--expires-in", "87,600 hours")])
+def test_no_span_is_longer_than_redis_can_count(
+    flag: str, most: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(monkeypatch, "submit", "in.jsonl", "--keep-days", days) == 2
-    assert "--keep-days wants at most 3,650 days" in capsys.readouterr().err
+    assert main(monkeypatch, "submit", "in.jsonl", flag, value) == 2
+    said = f"producer: {flag} wants at least 0 and at most {most}, not {float(value):g}\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, 1e300])
+def test_no_span_of_a_client_is(value: float) -> None:
+    with pytest.raises(UsageError, match="expires_in wants at least 0 and at most 315,360,000 seconds"):
+        Client("redis://127.0.0.1:1").submit(["in.jsonl"], expires_in=value)
+    with pytest.raises(UsageError, match="keep_seconds wants at least 1 and at most 315,360,000 seconds"):
+        Client(keep_seconds=value)  # type: ignore[arg-type]

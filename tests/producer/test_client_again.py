@@ -216,3 +216,32 @@ def test_rows_keep_the_ids_they_got_though_their_files_are_renamed(
         live = worker.claim()
         assert [request.custom_id for request in live] == named
         worker.fail(live)
+
+
+def test_a_batch_keeps_its_bounds_and_says_so(redis_url: str, client: Client, tmp_path: Path) -> None:
+    path, said = write(tmp_path / "in.jsonl", rows(1)), list[str]()
+    keep = Client(redis_url, keep_seconds=86_400)
+    keep.submit([path], batch_id="m", expires_in=5_000, on_warning=said.append)
+    client.submit([path], batch_id="n", on_warning=said.append)
+    assert said == []
+    for batch in ("m", "n"):
+        client.submit([path], batch_id=batch, on_warning=said.append)
+    assert said == [], "nothing is asked"
+    keep.submit([path], batch_id="m", expires_in=9_000, on_warning=said.append)
+    start, end = "was there already and keeps", "another needs a new batch id"
+    assert said == [f"batch m {start} its end, in 1.4 hours (--expires-in): {end}"]
+    keep.submit([path], batch_id="n", expires_in=9_000, on_warning=said.append)
+    assert said[1:] == [
+        f"batch n {start} having no end (--expires-in): {end}",
+        f"batch n {start} its results for 7 days (--keep-days): {end}",
+    ]
+
+
+def test_the_command_says_so_too(redis_url: str, client: Client, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", rows(1))
+    client.submit([path], batch_id="m", expires_in=0)
+    flags = ["--redis", redis_url, "--batch-id", "m", "--expires-in", "2", "--keep-days", "30"]
+    done = CliRunner().invoke(app, ["submit", path, *flags])
+    assert done.exit_code == 0, done.output
+    assert "warning: batch m was there already and keeps its end, 0.0 hours ago (--exp" in done.stderr
+    assert "warning: batch m was there already and keeps its results for 7 days (--keep-days):" in done.stderr

@@ -16,7 +16,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text, "--x") == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "lots", "1X", "1e9", "M"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "lots", "1X", "1e9", "M", "0.5", "9" * 400, "9999999999T"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match="--x wants a size such as 512M"):
         parse_bytes(text, "--x")
