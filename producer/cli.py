@@ -151,7 +151,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     from producer.output import Output
 
     output = Output(out, ordered, flat, errors_file, release)
-    _check_submit_flags(output, wait, as_json, bool(files or retry_failed))
+    _check_submit_flags(output, files or [], wait, as_json, retry_failed)
     most = None if max_queued_bytes is None else parse_bytes(max_queued_bytes, "--max-queued-bytes")
     expires_seconds = _seconds(expires_in, "--expires-in", "hours")
     keep_seconds = _seconds(keep_days, "--keep-days", "days")
@@ -400,8 +400,12 @@ def _seconds(value: float | None, flag: str, unit: str) -> float | None:
     return None if value is None else check_seconds(value, flag, unit=unit)
 
 
-def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: bool) -> None:
-    if not has_rows:
+def _check_submit_flags(
+    output: Output, files: Sequence[str], wait: bool, as_json: bool, retry_failed: str | None
+) -> None:
+    from producer.sources import expand
+
+    if not files and not retry_failed:
         raise UsageError('name the files to submit, "-" for standard input, or --retry-failed BATCH')
     if not wait and (output.out or output.errors):
         raise UsageError(
@@ -414,7 +418,7 @@ def _check_submit_flags(output: Output, wait: bool, as_json: bool, has_rows: boo
         )
     if wait and as_json and not output.out:
         raise UsageError("--wait --json needs -o OUT: the results would mix with the JSON on standard output")
-    output.check()
+    output.check(expand(files) if files and output.out else ())
 
 
 def _finish(status: BatchStatus, read_as_failed: int, as_json: bool = False) -> NoReturn:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -21,6 +22,7 @@ from typing import BinaryIO
 from producer.cursor import is_cursor
 from producer.errors import OutputError, UsageError
 from producer.jsonl import encode_line, flat_line, result_line
+from producer.lines import STDIN
 from producer.wire import Result
 
 
@@ -45,12 +47,29 @@ class Output:
     errors: Path | None = None
     release: bool = False
 
-    def check(self) -> None:
-        """Raises UsageError where flags do not go together."""
+    def check(self, inputs: Sequence[str] = ()) -> None:
+        """Raises UsageError where flags do not go together, or one file would be written over by another.
+
+        ``inputs``: the names of files that are read meanwhile.
+        """
         if self.errors is not None and self.out is None:
             raise UsageError("--errors-file splits failed rows off a results file: give one with -o")
         if self.release and self.out is None:
             raise UsageError("--release needs -o OUT: what is only printed could be lost on its way")
+        written = self._written()
+        read = [("an input", Path("/dev/stdin" if name == STDIN else name)) for name in inputs]
+        pairs = [*combinations(written, 2), *((one, other) for one in read for other in written)]
+        for (role, path), (other_role, other) in pairs:
+            if same_file(path, other):
+                raise UsageError(f"{path} is both {role} and {other_role}: name another file")
+
+    def _written(self) -> list[tuple[str, Path]]:
+        """Every file that is written, after what it is."""
+        if self.out is None:
+            return []
+        cursor, draft = cursor_paths(self.out)
+        files = [("-o", self.out), ("the cursor of -o", cursor), ("the next cursor of -o", draft)]
+        return files if self.errors is None else [*files, ("--errors-file", self.errors)]
 
     def flags(self) -> list[str]:
         """Those under which another command goes on with the same output."""
@@ -70,6 +89,20 @@ class Output:
         """`` -> results.jsonl``, for the end of a sentence; nothing for standard output."""
         where = f" -> {self.out}" if self.out else ""
         return where + (f", failed rows -> {self.errors}" if self.errors else "")
+
+
+def cursor_paths(out: Path) -> tuple[Path, Path]:
+    """OUT.cursor, and what replaces it."""
+    return Path(f"{out}.cursor"), Path(f"{out}.cursor.new")
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Also through ``./``, symbolic and hard links; neither need exist."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    with suppress(OSError):
+        return one.samefile(other)
+    return False
 
 
 class Stdout:
@@ -96,10 +129,11 @@ class Checkpoint:
     batch: str
     ordered: bool
     flat: bool
-    errors_file: str | None
+    errors_file: str | None  # seen from OUT's folder: both may move, and be named from elsewhere
     cursor: str | None = None  # of Client.pages; None: nothing written yet
     bytes: int = 0  # of OUT that are settled
     error_bytes: int = 0  # of the errors file
+    errors_begun: bool = False  # whether what stands in the errors file can be ours
     created: float | None = None  # when the batch was; tells it from a later one of the same name
 
     def checked(self) -> Checkpoint:
@@ -109,6 +143,8 @@ class Checkpoint:
                 raise ValueError(f"{size!r} settled bytes at cursor {self.cursor!r}")
         if self.cursor is not None and not is_cursor(self.cursor):
             raise ValueError(f"cursor {self.cursor!r}")
+        if self.errors_file is not None and not isinstance(self.errors_file, str):
+            raise ValueError(f"errors file {self.errors_file!r}")
         return self
 
 
@@ -121,9 +157,11 @@ class ResultFile:
     def __init__(self, path: Path, batch_id: str, style: Style, errors: Path | None = None) -> None:
         self._path = path
         self._style = style
-        self._cursor_path = Path(f"{path}.cursor")
+        self._errors_path = errors
+        self._cursor_path, self._draft_path = cursor_paths(path)
         self._stack = ExitStack()
-        wanted = Checkpoint(batch_id, style.ordered, style.flat, str(errors) if errors else None)
+        errors_file = _seen_from(path.parent, errors) if errors else None
+        wanted = Checkpoint(batch_id, style.ordered, style.flat, errors_file)
         try:
             self._rows = self._open(path)
             self._errors = self._open(errors) if errors else None
@@ -159,8 +197,10 @@ class ResultFile:
             raise OutputError(f"{self._path} cannot be written: {why}. Nothing is lost: make room") from error
 
     def _write(self, results: Sequence[Result], cursor: str) -> None:
-        if self._checkpoint.cursor is None:
-            self._save()  # from the first byte on, OUT is known as ours
+        has_errors = self._errors is not None and any(result.failure for result in results)
+        if self._checkpoint.cursor is None or (has_errors and not self._checkpoint.errors_begun):
+            self._checkpoint.errors_begun |= has_errors
+            self._save()  # from the first byte on, a file is known as ours
         for result in results:
             stream = self._errors if self._errors and result.failure else self._rows
             stream.write(self._style.line(result))
@@ -202,38 +242,77 @@ class ResultFile:
 
     def _resume(self, wanted: Checkpoint) -> Checkpoint:
         """Go on where OUT.cursor says, or start, if there is nothing yet."""
-        if self._rows.tell() == 0 and not (self._errors and self._errors.tell()):
-            return wanted
+        has_rows, has_errors = self._rows.tell() > 0, self._errors is not None and self._errors.tell() > 0
         saved = self._load()
-        if (saved.batch, saved.errors_file) != (wanted.batch, wanted.errors_file):
-            raise UsageError(
-                f"{self._path} holds results of batch {saved.batch}: name another file, or delete it"
-            )
-        if (saved.ordered, saved.flat) != (wanted.ordered, wanted.flat):
-            raise UsageError(
-                f"{self._path} was begun with other --ordered or --flat flags: use the same, or delete it"
-            )
-        _cut(self._rows, saved.bytes, self._path)
-        if self._errors and saved.errors_file:
-            _cut(self._errors, saved.error_bytes, Path(saved.errors_file))
-        return saved
-
-    def _load(self) -> Checkpoint:
-        try:
-            return Checkpoint(**json.loads(self._cursor_path.read_text())).checked()
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        if not has_rows and not has_errors:
+            if saved is None and os.path.lexists(self._cursor_path):
+                raise UsageError(f"{self._cursor_path} is no cursor of ours: name another file, or delete it")
+            return wanted
+        if has_errors and not has_rows and (saved is None or saved.errors_file != wanted.errors_file):
+            raise self._foreign_errors()
+        if saved is None:
             raise UsageError(
                 f"{self._path} is not empty and has no readable {self._cursor_path.name} beside it: "
                 "name another file, or delete it"
-            ) from error
+            )
+        self._require_same(saved, wanted, self._path if has_rows else self._errors_path)
+        if has_errors and not (saved.errors_begun or saved.error_bytes):
+            raise self._foreign_errors()
+        self._cut(self._rows, saved.bytes, self._path)
+        if self._errors and self._errors_path:
+            self._cut(self._errors, saved.error_bytes, self._errors_path)
+        return saved
+
+    def _foreign_errors(self) -> UsageError:
+        """What another output has in an errors file must not be cut off as the rest of a crash of ours."""
+        return UsageError(
+            f"{self._errors_path} is not empty, and {self._cursor_path} does not say that failed rows of "
+            f"{self._path} stand there: name another --errors-file, or delete it"
+        )
+
+    def _require_same(self, saved: Checkpoint, wanted: Checkpoint, holder: Path | None) -> None:
+        """Raises UsageError where the cursor tells of another output; ``holder`` is a file with its lines."""
+        if saved.batch != wanted.batch:
+            raise UsageError(
+                f"{holder} holds results of batch {saved.batch}: name another file, or delete it"
+            )
+        if saved.errors_file != wanted.errors_file:
+            errors = saved.errors_file and self._path.parent / saved.errors_file
+            begun = f"with --errors-file {errors}" if errors else "without --errors-file"
+            raise UsageError(f"{self._path} was begun {begun}: do the same, or delete it")
+        if (saved.ordered, saved.flat) != (wanted.ordered, wanted.flat):
+            raise UsageError(
+                f"{holder} was begun with other --ordered or --flat flags: use the same, or delete it"
+            )
+
+    def _cut(self, stream: BinaryIO, size: int, path: Path) -> None:
+        """Drop what stands beyond ``size``. Raises UsageError where there is less."""
+        if stream.tell() < size:
+            files = map(str, filter(None, (self._path, self._cursor_path, self._errors_path)))
+            raise UsageError(
+                f"{path} is shorter than {self._cursor_path} says: it was changed. "
+                f"To start over delete {' and '.join(files)}"
+            )
+        stream.truncate(size)
+        stream.seek(size)
+
+    def _load(self) -> Checkpoint | None:
+        """What OUT.cursor says; None where there is none that can be read."""
+        try:
+            return Checkpoint(**json.loads(self._cursor_path.read_text())).checked()
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
 
     def _save(self) -> None:
-        draft = Path(f"{self._cursor_path}.new")
-        with draft.open("w") as stream:
+        with self._draft_path.open("w") as stream:
             json.dump(asdict(self._checkpoint), stream)
             stream.flush()
             os.fsync(stream.fileno())
-        draft.replace(self._cursor_path)
+        self._draft_path.replace(self._cursor_path)
+
+
+def _seen_from(folder: Path, path: Path) -> str:
+    return os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
 
 
 def _reason(error: OSError, path: Path) -> str:
@@ -247,15 +326,6 @@ def _settle(stream: BinaryIO) -> int:
     stream.flush()
     os.fsync(stream.fileno())
     return stream.tell()
-
-
-def _cut(stream: BinaryIO, size: int, path: Path) -> None:
-    if stream.tell() < size:
-        raise UsageError(
-            f"{path} is shorter than its .cursor file says: it was changed. Delete both to start over"
-        )
-    stream.truncate(size)
-    stream.seek(size)
 
 
 def _remove_if_empty(path: Path) -> None:

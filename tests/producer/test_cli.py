@@ -516,7 +516,10 @@ def test_an_output_that_is_something_else_is_left_alone(
         (["submit", "in.jsonl", "--wait", "-o", "out.jsonl"], "holds results of batch m"),
         (["results", "m", "-o", "out.jsonl", "--flat"], "--flat"),
         (["results", "m", "-o", "out.jsonl", "--ordered"], "--ordered"),
-        (["results", "m", "-o", "out.jsonl", "--errors-file", "e.jsonl"], "out.jsonl"),
+        (
+            ["results", "m", "-o", "out.jsonl", "--errors-file", "e.jsonl"],
+            "out.jsonl was begun without --err",
+        ),
         (["results", "m", "-o", "precious.txt"], "precious.txt is not empty"),
     ]:
         assert run(*arguments) == 2
@@ -533,7 +536,7 @@ def test_an_output_cut_by_hand_is_told(
     run("results", "m", "-o", "out.jsonl")
     os.truncate("out.jsonl", 10)
     assert run("results", "m", "-o", "out.jsonl") == 2
-    assert "Delete both to start over" in capsys.readouterr().err
+    assert "To start over delete out.jsonl and out.jsonl.cursor" in capsys.readouterr().err
     Path("out.jsonl").unlink()
     run("results", "m", "-o", "out.jsonl")
     assert len(result_ids("out.jsonl")) == 7, "a cursor without its file starts over"
