@@ -5,6 +5,7 @@ Owns their words: what is printed can be copied into a shell. Must not know Redi
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,13 +28,13 @@ def rest(
     stay = ["--wait", *waited.flags()] if waited else []
     words = [*files, *["--strict"] * strict, *stay, *flag_words(**flags, redis=shown(redis))]
     once = " (give the same input again)" if any(map(is_read_once, files)) else ""
-    return f"queue the rest with: {shlex.join(['producer', 'submit', *words])}{once}"
+    return f"queue the rest with: {_line('producer', 'submit', *words)}{once}"
 
 
 def collect(batch_id: str, output: Output, redis: str | None) -> str:
     """The command that takes a batch's results to its end, into the same file as before."""
     flags = [*output.flags(), *flag_words(redis=shown(redis))]
-    return shlex.join(["producer", "results", batch_id, "--follow", *flags])
+    return _line("producer", "results", batch_id, "--follow", *flags)
 
 
 def worker(queue: str, url: str) -> str:
@@ -42,7 +43,7 @@ def worker(queue: str, url: str) -> str:
 
     own_queue = None if queue == DEFAULT_QUEUE else queue
     own_redis = None if url == default_url() else shown(url)
-    return shlex.join(["worker", "run", "--model", "FOLDER", *flag_words(queue=own_queue, redis=own_redis)])
+    return _line("worker", "run", "--model", "FOLDER", *flag_words(queue=own_queue, redis=own_redis))
 
 
 def flag_words(**values: str | float | None) -> list[str]:
@@ -54,3 +55,20 @@ def flag_words(**values: str | float | None) -> list[str]:
 def shown(url: str | None) -> str | None:
     """The URL in a command that may be copied; *** stands for what is not to be printed."""
     return None if url is None else redact(url) + "?***" * ("?" in url)
+
+
+def _line(*words: str) -> str:
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    """As a shell takes it; what cannot be printed as bytes in ``$'...'``, which bash, zsh and ksh know."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + "".join(map(_escaped, word)) + "'"
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable() and character not in "\\'":
+        return character
+    return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
@@ -45,8 +45,9 @@ from producer.flags import (
     Release,
     RetryFailed,
 )
-from producer.following import Follower, Outage, queued_line, say
+from producer.following import Follower, Outage, queued_line
 from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
+from producer.screen import safe_json, say
 from producer.sizes import check_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     if not wait:
         _report_queued(batch, collect, as_json)
     status = client.status(batch_id)
-    say(follower.summary(status))
+    _say_all(follower.summary(status))
     _finish(status, follower.failed, as_json)
 
 
@@ -242,7 +243,7 @@ def results(  # noqa: PLR0917 - Typer passes by name
         follower = Follower(client, batch, output, sink, show, outage=outage)
         follower.run(follow=follow)
     status = client.status(batch)
-    say(follower.summary(status))
+    _say_all(follower.summary(status))
     if status.waiting and not follow:
         say(f"{status.waiting:,} rows have not ended yet: add --follow to wait for them")
     _finish(status, follower.failed)
@@ -436,12 +437,17 @@ def _report_queued(batch: Batch, come_back: str, as_json: bool) -> NoReturn:
     raise typer.Exit(Exit.FAILED if batch.failed else Exit.OK)
 
 
+def _say_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
+
+
 def _warn(text: str) -> None:
     say(f"warning: {text}")
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False))
+    print(safe_json(json.dumps(value, ensure_ascii=False)))
 
 
 if __name__ == "__main__":

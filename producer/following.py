@@ -5,13 +5,13 @@ Owns that order, what is tallied and its wording. Must not know flags, exit code
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from producer import again
+from producer.screen import say
 
 if TYPE_CHECKING:
     from producer.batch import Batch, BatchStatus
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 NO_WORKER_SECONDS = 5.0  # in which no row ended, then we look whether anybody serves the queue
 COMMON_CODES = 5  # kinds of failures named in the last line
-
-
-def say(text: str) -> None:
-    """To the person, not into the data."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class Outage:
@@ -117,11 +112,13 @@ class Follower:
         """Rows that came as failures: also those that completed, and whose results Redis has no longer."""
         return self._failures.total()
 
-    def summary(self, status: BatchStatus) -> str:
-        """``20 completed, 4 failed -> results.jsonl``, and which failures those were."""
+    def summary(self, status: BatchStatus) -> Iterator[str]:
+        """``20 completed, 4 failed -> results.jsonl``, and in another line which failures those were."""
         counts = f"{status.completed:,} completed, {status.failed:,} failed"
         counts += f", {status.cancelled:,} cancelled" if status.cancelled else ""
-        return f"{counts}{self._output.where}{self._reasons(status)}"
+        yield f"{counts}{self._output.where}"
+        if self._failures:
+            yield self._reasons(status)
 
     def _take(self, page: Page) -> None:
         self._outage.end()
@@ -132,14 +129,12 @@ class Follower:
             self._client.release(self._batch_id, [result.job_id for result in page.results])
 
     def _reasons(self, status: BatchStatus) -> str:
-        if not self._failures:
-            return ""
         common = self._failures.most_common(COMMON_CODES)
         codes = [f"{count:,} {code}" for code, count in common]
         if others := self.failed - sum(count for _, count in common):
             codes.append(f"{others:,} others")
         is_all = self.failed == status.failed + status.cancelled
-        return f"\nfailed{'' if is_all else ' in this run'}: {', '.join(codes)}"
+        return f"failed{'' if is_all else ' in this run'}: {', '.join(codes)}"
 
 
 def queued_line(batch: Batch) -> str:

@@ -16,6 +16,7 @@ from producer import fields, wire
 from producer.errors import RowError
 from producer.lines import MAX_LINE_BYTES, Line, OnRead, read_lines
 from producer.rules import clean, refusal, show
+from producer.screen import safe_json
 
 Format = Literal["jsonl", "text"]
 ID_NAMES = ("custom_id", "id", "key", "request_id")
@@ -27,8 +28,6 @@ OPEN_STRING = re.compile(r'"(\w+)"\s*:\s*"(?:[^"\\]|\\.)*\\?\Z', re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")  # a byte of a file name that is no UTF-8
 LARGE_DIGITS = 300
 MAX_NAME = 400  # characters of a file's name in a custom_id
-# str.splitlines breaks a line at these; they are written as escapes so that no reader can.
-LINE_BREAKERS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def _large_int(digits: str) -> int:
@@ -339,11 +338,7 @@ def flat_line(result: wire.Result) -> dict[str, Any]:
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
     """An output line as bytes: ``\\n`` at its end, and nowhere else anything a reader might split at."""
-    text = wire.dumps(line)
-    if not text.isascii():
-        for breaker, escape in LINE_BREAKERS.items():
-            text = text.replace(breaker, escape)
-    return text.encode() + b"\n"
+    return safe_json(wire.dumps(line)).encode() + b"\n"
 
 
 def _body(result: wire.Result) -> dict[str, Any]:

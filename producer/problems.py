@@ -5,9 +5,10 @@ Owns that, and their form in JSON. Must not know what makes a line bad.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
+
+from producer.screen import say
 
 if TYPE_CHECKING:
     from producer.jsonl import BadRow
@@ -27,17 +28,14 @@ class Problems:
         """Print it, or count it."""
         if self._left:
             self._left -= 1
-            self._print(f"{bad.failure.message} ({bad.failure.code})")
+            say(f"{bad.failure.message} ({bad.failure.code})", self._stream)
         else:
             self._more += 1
 
     def tell_rest(self, how: str) -> None:
         """How many were not printed, and ``how`` to see them."""
         if self._more:
-            self._print(f"... and {self._more:,} more ({how})")
-
-    def _print(self, text: str) -> None:
-        print(text, file=self._stream or sys.stderr, flush=True)
+            say(f"... and {self._more:,} more ({how})", self._stream)
 
 
 def problem_fields(bad: BadRow) -> dict[str, Any]:
