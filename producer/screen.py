@@ -21,6 +21,8 @@ def printable(text: str) -> str:
 
 def safe_json(text: str) -> str:
     """The same JSON, with escapes for what may stand in it raw and no reader or terminal should meet."""
+    if (text.isascii() and "\x7f" not in text) or text.isprintable():  # nearly every line, and soon found out
+        return text
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
