@@ -9,6 +9,9 @@ RQ's own form, which tests/worker/test_leases.py holds against RQ's classes. ARG
     {rq}:execution:{id}:{ex}       hash    one run of a job
     {rq}:executions:{id}           zset    execution -> a minute after its lease ends
     {rq}:worker:{name}:executions  set     "{id}:{execution}" of the worker
+
+An error stops a script and undoes nothing. So what may fail comes before what is written, or cannot stop it:
+keys of one job, one queue or one worker may have been made into something else by anybody, hence pcall.
 """
 
 from __future__ import annotations
@@ -45,12 +48,9 @@ local clock = seconds + microseconds / 1e6
 local function job_key(id) return rq .. ':job:' .. id end
 local function wip_key(queue) return rq .. ':wip:' .. queue end
 
--- Keys of one job or one worker that somebody made into something else must not stop a script in the middle
--- of other rows: hence pcall for them.
-
 -- Whether this worker still owns this run of the job: nobody requeued, cancelled, deleted or took it.
 local function owns(worker, queue, id, execution)
-  if not redis.call('ZSCORE', wip_key(queue), id .. ':' .. execution) then return false end
+  if type(redis.pcall('ZSCORE', wip_key(queue), id .. ':' .. execution)) ~= 'string' then return false end
   local job = redis.pcall('HMGET', job_key(id), 'status', 'worker_name')
   return job[1] == 'started' and job[2] == worker
 end
@@ -64,19 +64,33 @@ local function is_leased(queue, id)
   return false
 end
 
+-- A key of RQ's that somebody made into something else is of no use to anybody: it makes way.
+local function make_way(key, kind)
+  local is = redis.call('TYPE', key).ok
+  if is ~= kind and is ~= 'none' then redis.call('DEL', key) end
+end
+
+-- Until when a run of a job is noted there: a minute after its lease ends.
+local function note_run(id, execution, lease)
+  make_way(rq .. ':executions:' .. id, 'zset')
+  redis.call('ZADD', rq .. ':executions:' .. id, clock + lease + 60, execution)
+  redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
+end
+
 -- All traces of one run.
 local function forget(worker, queue, id, execution)
   local run = id .. ':' .. execution
-  redis.call('ZREM', wip_key(queue), run)
+  redis.pcall('ZREM', wip_key(queue), run)
   redis.call('DEL', rq .. ':execution:' .. run)
   redis.pcall('ZREM', rq .. ':executions:' .. id, execution)
   redis.pcall('SREM', rq .. ':worker:' .. worker .. ':executions', run)
 end
 
--- Back to the front of its queue, as if it had never been taken; no retry is consumed.
+-- Back to the front of its queue, as if it had never been taken; no retry is consumed. A job that its list
+-- does not name would be lost, so that comes first.
 local function requeue(queue, id, now)
-  redis.call('HSET', job_key(id), 'status', 'queued', 'worker_name', '', 'started_at', '', 'enqueued_at', now)
   redis.call('LPUSH', rq .. ':queue:' .. queue, id)
+  redis.call('HSET', job_key(id), 'status', 'queued', 'worker_name', '', 'started_at', '', 'enqueued_at', now)
 end
 """
 
@@ -101,8 +115,7 @@ local function start(queue, id, execution)
   redis.call('HSET', rq .. ':execution:' .. run, 'id', execution, 'job_id', id,
              'created_at', clock, 'last_heartbeat', clock, 'worker_name', worker)
   redis.call('EXPIRE', rq .. ':execution:' .. run, math.ceil(lease))
-  redis.pcall('ZADD', rq .. ':executions:' .. id, clock + lease + 60, execution)
-  redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
+  note_run(id, execution, lease)
   redis.call('ZADD', wip_key(queue), clock + lease + taken / 1e6, run)  -- in order, for RECOVER
   redis.call('SADD', rq .. ':worker:' .. worker .. ':executions', run)
   redis.call('HSET', job_key(id), 'status', 'started', 'started_at', text, 'worker_name', worker,
@@ -140,6 +153,8 @@ local function take(queue)
   return true
 end
 
+make_way(rq .. ':worker:' .. worker .. ':executions', 'set')
+for i = 11 + num_fields, #ARGV, 2 do make_way(wip_key(ARGV[i]), 'zset') end
 for first = 1, 2 do  -- each queue's quota, then whoever has rows
   for i = 11 + num_fields, #ARGV, 2 do
     local quota = first == 1 and tonumber(ARGV[i + 1]) or room
@@ -168,8 +183,7 @@ for i = 4, #ARGV, 3 do
     redis.call('ZADD', wip_key(queue), clock + lease + i / 1e6, run)
     redis.pcall('HSET', rq .. ':execution:' .. run, 'last_heartbeat', clock)
     redis.call('EXPIRE', rq .. ':execution:' .. run, math.ceil(lease))
-    redis.pcall('ZADD', rq .. ':executions:' .. id, clock + lease + 60, execution)
-    redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
+    note_run(id, execution, lease)
   else
     forget(ARGV[2], queue, id, execution)
     lost[#lost + 1] = (i - 4) / 3
@@ -201,9 +215,14 @@ local function end_job(queue, id, execution, status, registry, keep, reason, kin
   redis.call('EXPIRE', job_key(id), keep)
   if kind ~= '' then
     local results = rq .. ':results:' .. id
-    if redis.call('TYPE', results).ok ~= 'stream' then redis.call('DEL', results) end
-    redis.call('XADD', results, 'MAXLEN', '~', 10, '*', 'type', kind, 'worker_name', worker, field, value,
-               'execution_id', execution, 'execution_ended_at', ARGV[3])
+    local function add(call)
+      return call('XADD', results, 'MAXLEN', '~', 10, '*', 'type', kind, 'worker_name', worker, field, value,
+                  'execution_id', execution, 'execution_ended_at', ARGV[3])
+    end
+    if type(add(redis.pcall)) == 'table' then  -- no stream, or one that takes no more
+      redis.call('DEL', results)
+      add(redis.call)
+    end
     redis.call('EXPIRE', results, keep)
   end
   -- Scored as RQ does: by when an entry may go; in the registry of cancelled jobs by when it came.
@@ -252,16 +271,17 @@ end
 local failed = tally.failed + tally.cancelled
 if tally.completed + failed > 0 then
   local totals = rq .. ':worker:' .. worker
-  redis.call('HINCRBY', totals, 'successful_job_count', tally.completed)
-  redis.call('HINCRBY', totals, 'failed_job_count', failed)
-  redis.call('HINCRBYFLOAT', totals, 'total_working_time', tally.seconds)
+  redis.pcall('HINCRBY', totals, 'successful_job_count', tally.completed)
+  redis.pcall('HINCRBY', totals, 'failed_job_count', failed)
+  redis.pcall('HINCRBYFLOAT', totals, 'total_working_time', tally.seconds)
 end
 return states
 """
 )
 
 # ARGV: rq, worker, now (RQ's text), then (queue, id, execution) for each lease, in the order they shall run.
-# Returns how many were ours and are back at the front of their queues.
+# Returns how many were ours and are back at the front of their queues. Where a queue is no list any more, its
+# leases are left to run out: RECOVER puts those rows back when there is one again.
 HAND_BACK = (
     _LEASE
     + """
@@ -269,8 +289,9 @@ local returned = 0
 for i = #ARGV - 2, 4, -3 do
   local queue, id, execution = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local ours = owns(ARGV[2], queue, id, execution)
-  forget(ARGV[2], queue, id, execution)
-  if ours then
+  local is_list = type(redis.pcall('LLEN', rq .. ':queue:' .. queue)) == 'number'
+  if not ours or is_list then forget(ARGV[2], queue, id, execution) end
+  if ours and is_list then
     requeue(queue, id, ARGV[3])
     returned = returned + 1
   end
@@ -280,11 +301,12 @@ return returned
 )
 
 # ARGV: rq, queue, now (RQ's text), most rows. Runs whose lease is over end, and their jobs go
-# back to the front of the queue in their old order. Returns the ids.
+# back to the front of the queue in their old order. Returns the ids. An error while the queue is no list.
 RECOVER = (
     _LEASE
     + """
 local queue, back = ARGV[2], {}
+redis.call('LLEN', rq .. ':queue:' .. queue)  -- or fail, before any run is forgotten
 local runs = redis.call('ZRANGEBYSCORE', wip_key(queue), '-inf', clock, 'LIMIT', 0, ARGV[4])
 for i = #runs, 1, -1 do
   local id, execution = string.match(runs[i], '^(.+):([^:]+)$')
@@ -317,13 +339,14 @@ end
 """
 )
 
-# ARGV: rq, then commands: the number of words of each, and the words. Returns their answers.
+# ARGV: rq, then commands: the number of words of each, and the words. Returns their answers, also errors: one
+# that fails keeps no other from being run.
 COMMANDS = (
     _LEASE
     + """
 local answers, at = {}, 2
 while at < #ARGV do
-  answers[#answers + 1] = redis.call(unpack(ARGV, at + 1, at + ARGV[at]))
+  answers[#answers + 1] = redis.pcall(unpack(ARGV, at + 1, at + ARGV[at]))
   at = at + 1 + ARGV[at]
 end
 return answers

@@ -308,6 +308,35 @@ def test_keys_of_one_job_turned_into_something_else_cost_its_neighbours_nothing(
     assert not connection.exists("rq:wip:q")
 
 
+def test_a_registry_that_is_none_any_more_costs_no_other_queue_its_ends(
+    bench: Bench, connection: redis.Redis
+) -> None:
+    """It comes last: rows before it were ended in RQ, and would then miss in the log."""
+    enqueue(connection, [request(1)])
+    enqueue(connection, [request(2, "c")], queue="other")
+    claims = bench.leases.claim(2, [("q", 1), ("other", 1)])
+    connection.delete("rq:wip:other")
+    connection.set("rq:wip:other", "not what it was")
+    assert bench.finish(claims) == 1
+    assert (log(connection), log(connection, "c")) == ({"b-0-1": None}, {})
+
+
+def test_a_result_goes_where_none_could_be_added(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1), request(2)])
+    connection.xadd("rq:results:b-0-1", {"type": "1"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    assert bench.finish(bench.claim(2)) == 2
+    assert len(returned(connection, "b-0-1")) == len(returned(connection, "b-0-2")) == 1
+    assert len(log(connection)) == 2
+
+
+def test_totals_that_are_none_cost_no_row_its_end(bench: Bench, connection: redis.Redis) -> None:
+    enqueue(connection, [request(1)])
+    connection.hset("rq:worker:w", "successful_job_count", "many")
+    assert bench.finish(bench.claim(1)) == 1
+    assert log(connection) == {"b-0-1": None}
+    assert float(connection.hget("rq:worker:w", "total_working_time") or "nan") >= 0
+
+
 def test_a_leased_job_that_is_no_hash_any_more_is_lost_alone(bench: Bench, connection: redis.Redis) -> None:
     enqueue(connection, [request(number) for number in (1, 2, 3, 4)])
     claims = bench.claim(4)

@@ -17,6 +17,7 @@ from rq.job import Job, JobStatus
 from producer.store import Serializer
 from producer.wire import FUNCTION
 from worker.leases import Claim, Leases, recover
+from worker.scripts import COMMANDS
 
 pytestmark = pytest.mark.redis
 LARGEST = 100_000
@@ -181,6 +182,20 @@ def test_odd_runs_keep_no_row_from_coming_back(connection: redis.Redis) -> None:
     assert not connection.exists("rq:wip:q")
 
 
+def test_a_failed_recovery_changes_nothing(connection: redis.Redis) -> None:
+    enqueue(queue(connection), 2)
+    leases(connection, "dead", seconds=0.01).claim(2, [("q", 2)])
+    connection.hset("rq:queue:q", "not", "a list")
+    wait_until(lambda: connection.zcount("rq:wip:q", "-inf", time.time()) == 2)
+    for _ in range(2):
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+            recover(connection, "q")
+    assert connection.zcard("rq:wip:q") == 2
+    assert connection.hget("rq:job:b-0-1", "status") == b"started"
+    connection.delete("rq:queue:q")
+    assert recover(connection, "q") == ["b-0-0", "b-0-1"]
+
+
 def test_many_recover_at_once_and_each_row_comes_back_once(connection: redis.Redis) -> None:
     line = queue(connection)
     enqueue(line, 50)
@@ -288,6 +303,56 @@ def test_hand_back_restores_the_front_of_the_queue(connection: redis.Redis) -> N
     assert not connection.keys("rq:execution*")
     assert not connection.exists("rq:worker:w:executions")
     assert ours.hand_back([]) == 0
+
+
+def test_what_cannot_be_handed_back_comes_back_later(connection: redis.Redis) -> None:
+    """One of two queues is no list any more: its row keeps its lease, the other one's goes back."""
+    enqueue(queue(connection), 1)
+    enqueue(queue(connection, "other"), 1, first=7)
+    ours = leases(connection, seconds=0.05)
+    held = [claim.lease for claim in ours.claim(2, [("q", 1), ("other", 1)])]
+    connection.hset("rq:queue:q", "not", "a list")
+    assert ours.hand_back(held) == 1
+    assert connection.lrange("rq:queue:other", 0, -1) == [b"b-0-7"]
+    connection.delete("rq:queue:q")
+    wait_until(lambda: recover(connection, "q") == ["b-0-0"])
+    assert queue(connection).job_ids == ["b-0-0"]
+
+
+REGISTRIES = ["rq:wip:q", "rq:worker:w:executions", "rq:executions:b-0-1"]
+
+
+@pytest.mark.parametrize("key", REGISTRIES)
+def test_a_registry_that_is_none_costs_no_claimed_row(connection: redis.Redis, key: str) -> None:
+    """A claim takes from the list first: failing then, it would lose the row."""
+    enqueue(queue(connection), 3)
+    connection.set(key, "text")
+    ours = leases(connection)
+    claims = ours.claim(3, [("q", 3)])
+    assert ids(claims) == ["b-0-0", "b-0-1", "b-0-2"]
+    assert ours.renew([claim.lease for claim in claims]) == []
+    assert connection.zcard("rq:executions:b-0-1") == 1
+
+
+@pytest.mark.parametrize("key", REGISTRIES)
+def test_a_registry_that_is_none_any_more_costs_no_other_lease(connection: redis.Redis, key: str) -> None:
+    enqueue(queue(connection), 2)
+    enqueue(queue(connection, "other"), 1, first=7)
+    ours = leases(connection)
+    held = [claim.lease for claim in ours.claim(3, [("q", 2), ("other", 1)])]
+    connection.delete(key)
+    connection.set(key, "text")
+    lost = ours.renew(held)
+    assert lost == (held[:2] if key == "rq:wip:q" else [])
+    assert ours.hand_back(held) == 3 - len(lost)
+
+
+def test_one_command_that_fails_keeps_no_other_from_being_run(connection: redis.Redis) -> None:
+    connection.set("text", "text")
+    words = [3, "SADD", "text", "x", 3, "SET", "a", "b"]
+    failed, done = connection.eval(COMMANDS, 0, "rq", *words)
+    assert isinstance(failed, redis.ResponseError) and done == b"OK"
+    assert connection.get("a") == b"b"
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "canceled", "stopped"])
