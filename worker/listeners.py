@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import OutOfMemoryError, RedisError
@@ -94,7 +94,7 @@ class Waiter(Listener):
 
 
 class Commands(Listener):
-    """Hears of cancelled batches, and of what RQ's own command line sends to a worker."""
+    """Hears of cancelled batches from producers, and of what RQ's own command line sends to this worker."""
 
     def __init__(self, worker_name: str, connection: Redis, post: Post) -> None:
         super().__init__("commands", connection, post)
@@ -107,28 +107,38 @@ class Commands(Listener):
             self._pubsub.subscribe(*self._channels)  # redis-py subscribes again after a lost connection
             self._subscribed = True
         message = self._pubsub.get_message(timeout=BLOCK_SECONDS)
-        event = parse(message["data"]) if message else None
+        event = parse(message["data"], _meaning(message["channel"])) if message else None
         if event is not None:
             self.post(event)
 
 
-def parse(data: Any) -> Event | None:
-    """The event a message asks for; None (and a word in the log) for what we do not know."""
+Meaning = Callable[[str, Mapping[str, Any]], Event | None]  # of a command and its message
+
+
+def parse(data: Any, meaning: Meaning) -> Event | None:
+    """The event a message asks for; None (and a word in the log) for what means nothing there."""
     try:
         message = json.loads(data)
-        return _event(message["command"], message)
+        if event := meaning(message["command"], message):
+            return event
+        log.warning("the command %.200r is none that a worker takes there", message["command"])
     except (ValueError, TypeError, KeyError, WireError, RecursionError):
         log.warning("a command was not understood: %.200r", data)
-        return None
+    return None
 
 
-def _event(command: str, message: Mapping[str, Any]) -> Event | None:
-    if command == "cancel":
-        return Cancel(str(message["batch"]))
+def _meaning(channel: bytes) -> Meaning:
+    return to_all if channel == COMMANDS.encode() else to_one
+
+
+def to_all(command: str, message: Mapping[str, Any]) -> Event | None:
+    """What every producer may say, to all workers: one of them must not end those of the others."""
+    return Cancel(str(message["batch"])) if command == "cancel" else None
+
+
+def to_one(command: str, message: Mapping[str, Any]) -> Event | None:
+    """RQ's own commands, on the worker's own channel, where producers may not publish."""
     if command in ("stop-job", "stop-execution"):
         job_id = str(message["job_id"])
         return Cancel(parse_job_id(job_id)[0], job_id)
-    if command == "shutdown":
-        return Stop("rq's shutdown command")
-    log.warning("the command %r is not one of a livebatch worker's", command)
-    return None
+    return Stop("rq's shutdown command") if command == "shutdown" else None

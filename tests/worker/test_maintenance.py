@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import pytest
 import redis
 from rq import Queue
+from rq.command import send_shutdown_command
 from rq.job import Job
 from rq_rows import enqueue, fetch, request, status, wait_until
 
@@ -22,7 +23,7 @@ from worker.compose import connector
 from worker.events import Cancel, Event, Stop, Wake
 from worker.leases import Leases
 from worker.link import Link
-from worker.listeners import Commands, Listener, Waiter, parse
+from worker.listeners import Commands, Listener, Meaning, Waiter, parse, to_all, to_one
 from worker.maintenance import Maintenance, clean
 from worker.rq_classes import SafeJob, safe_queue
 
@@ -83,6 +84,20 @@ def test_the_thread_puts_rows_of_the_dead_back(redis_url: str, connection: redis
     Leases(connection, "dead", 0.05, 1 << 20).claim(2, [("q", 2)])
     with running(Maintenance(["q"], connector(redis_url)(5.0), 0.02, 10.0)):
         wait_until(lambda: status(connection, "b-0-1") == "queued")
+    assert connection.lrange("rq:queue:q", 0, -1) == [b"b-0-1", b"b-0-2"]
+
+
+def test_a_queue_that_is_no_list_costs_no_row(
+    redis_url: str, connection: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each look at it fails, and shall leave the rows where the next one finds them."""
+    enqueue(connection, [request(1), request(2)])
+    Leases(connection, "dead", 0.05, 1 << 20).claim(2, [("q", 2)])
+    connection.hset("rq:queue:q", "x", "y")
+    with running(Maintenance(["q"], connector(redis_url)(5.0), 0.02, 10.0)):
+        wait_until(lambda: len([record for record in caplog.records if record.exc_info]) > 3)
+        connection.delete("rq:queue:q")
+        wait_until(lambda: connection.llen("rq:queue:q") == 2)
     assert connection.lrange("rq:queue:q", 0, -1) == [b"b-0-1", b"b-0-2"]
 
 
@@ -172,26 +187,46 @@ def test_commands_are_heard_also_after_an_outage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "event"),
+    ("message", "meaning", "event"),
     [
-        ({"command": "cancel", "batch": "b"}, Cancel("b")),
-        ({"command": "stop-job", "job_id": "b-1-2"}, Cancel("b", "b-1-2")),
-        ({"command": "stop-execution", "job_id": "b-1-2", "execution_id": "e"}, Cancel("b", "b-1-2")),
-        ({"command": "shutdown"}, Stop("rq's shutdown command")),
-        ({"command": "stop-job", "job_id": "stranger"}, None),
-        ({"command": "kill-horse"}, None),
-        ({"command": "cancel"}, None),
-        (["cancel"], None),
-        ("text", None),
+        ({"command": "cancel", "batch": "b"}, to_all, Cancel("b")),
+        ({"command": "stop-job", "job_id": "b-1-2"}, to_one, Cancel("b", "b-1-2")),
+        ({"command": "stop-execution", "job_id": "b-1-2", "execution_id": "e"}, to_one, Cancel("b", "b-1-2")),
+        ({"command": "shutdown"}, to_one, Stop("rq's shutdown command")),
+        ({"command": "shutdown"}, to_all, None),
+        ({"command": "stop-job", "job_id": "b-1-2"}, to_all, None),
+        ({"command": "stop-execution", "job_id": "b-1-2", "execution_id": "e"}, to_all, None),
+        ({"command": "cancel", "batch": "b"}, to_one, None),
+        ({"command": "stop-job", "job_id": "stranger"}, to_one, None),
+        ({"command": "kill-horse"}, to_one, None),
+        ({"command": ["cancel"]}, to_all, None),
+        ({"command": "cancel"}, to_all, None),
+        (["cancel"], to_all, None),
+        ("text", to_one, None),
     ],
 )
-def test_what_a_command_means(message: object, event: Event | None) -> None:
-    assert parse(json.dumps(message).encode()) == event
+def test_what_a_command_means(message: object, meaning: Meaning, event: Event | None) -> None:
+    assert parse(json.dumps(message).encode(), meaning) == event
 
 
 def test_nonsense_is_no_command() -> None:
-    assert parse(b"\xff{") is None
-    assert parse(b"[" * 100_000) is None
+    assert parse(b"\xff{", to_all) is None
+    assert parse(b"[" * 100_000, to_one) is None
+
+
+def test_who_may_cancel_cannot_stop_every_worker(redis_url: str, connection: redis.Redis) -> None:
+    events: SimpleQueue[Event] = SimpleQueue()
+    shutdown, own = '{"command":"shutdown"}', "rq:pubsub:w"
+    with running(Commands("w", connector(redis_url)(5.0), events.put)):
+        wait_until(
+            lambda: dict(connection.pubsub_numsub(COMMANDS, own)) == {COMMANDS.encode(): 1, own.encode(): 1}
+        )
+        connection.publish(COMMANDS, shutdown)
+        connection.publish(COMMANDS, '{"command":"stop-job","job_id":"b-0-1"}')
+        connection.publish(COMMANDS, '{"command":"cancel","batch":"b"}')
+        assert events.get(timeout=5) == Cancel("b")
+        send_shutdown_command(connection, "w")
+        assert events.get(timeout=5) == Stop("rq's shutdown command")
 
 
 def test_a_link_swallows_only_what_redis_does(caplog: pytest.LogCaptureFixture) -> None:
