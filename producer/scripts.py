@@ -3,6 +3,7 @@
 Owns the scripts' text and the order of their arguments. The keys are drawn in store.py; KEYS[1] is always
 the batch's hash, and every other key of the batch is that name with a suffix. Must not know Python's side.
 LOG_ROWS is also part of the worker's script that ends rows in RQ and here at once: worker/scripts.py.
+An error stops a script and undoes nothing, so what may fail comes before what is written, or is undone.
 
 They are sent with EVAL, not EVALSHA: most run inside a MULTI, which cannot recover from NOSCRIPT after a
 Redis restart. The text is a few hundred bytes for up to hundreds of rows.
@@ -17,18 +18,21 @@ local function end_row(batch, id, outcome, result)
   -- A forged line that is no bit's number would be an error, and cost the rows after it their end.
   if not file or tonumber(line) >= 2 ^ 32 or string.match(line, '^0.') then return false end
   if redis.call('GETBIT', batch .. ':lines:' .. file, line) == 0 then return false end
-  if redis.call('SETBIT', batch .. ':ended:' .. file, line, 1) == 1 then return false end
+  if redis.call('GETBIT', batch .. ':ended:' .. file, line) == 1 then return false end
   redis.call('HINCRBY', batch .. ':counts', outcome, 1)
-  if result == '' then
-    redis.call('XADD', batch .. ':log', '*', 'j', id)
-  else
-    redis.call('XADD', batch .. ':log', '*', 'j', id, 'r', result)
+  local entry = {'*', 'j', id}
+  if result ~= '' then entry = {'*', 'j', id, 'r', result} end
+  local noted = redis.pcall('XADD', batch .. ':log', unpack(entry))
+  if type(noted) == 'table' then  -- somebody spoilt the log: the row has not ended
+    redis.call('HINCRBY', batch .. ':counts', outcome, -1)
+    error(noted)
   end
+  redis.call('SETBIT', batch .. ':ended:' .. file, line, 1)
   return true
 end
 
 -- When the last row of a batch that takes no more rows has ended, its keys start to age.
-local function settle(batch)
+local function age(batch)
   local is = redis.call('HMGET', batch, 'state', 'files', 'keep_seconds')
   if not is[1] or is[1] == 'open' then return end
   local n = redis.call('HMGET', batch .. ':counts', 'rows', 'completed', 'failed', 'cancelled')
@@ -41,22 +45,27 @@ local function settle(batch)
   for _, key in ipairs(keys) do redis.call('EXPIRE', key, is[3]) end
 end
 
+-- Damaged counts are for those to report who read them.
+local function settle(batch) pcall(age, batch) end
+
 -- Ends rows of one batch, (job id, outcome, result) each. from, till: when the completed ones were taken and
--- when they completed; '' '' where none did. Returns the rows ended.
+-- when they completed; '' '' where none did. Returns the rows ended; an error of one row waits for the rest.
 local function log_rows(batch, prompt_tokens, completion_tokens, from, till, rows)
-  local ended = 0
+  local ended, failure = 0, nil
   for i = 1, #rows, 3 do
-    if end_row(batch, rows[i], rows[i + 1], rows[i + 2]) then ended = ended + 1 end
+    local is_sound, answer = pcall(end_row, batch, rows[i], rows[i + 1], rows[i + 2])
+    if not is_sound then failure = answer elseif answer then ended = ended + 1 end
   end
   if ended > 0 then
     if from ~= '' then
       redis.call('HSETNX', batch .. ':counts', 'started_at', from)
       redis.call('HSET', batch .. ':counts', 'completed_at', till)
     end
-    redis.call('HINCRBY', batch .. ':counts', 'prompt_tokens', prompt_tokens)
-    redis.call('HINCRBY', batch .. ':counts', 'completion_tokens', completion_tokens)
+    redis.pcall('HINCRBY', batch .. ':counts', 'prompt_tokens', prompt_tokens)
+    redis.pcall('HINCRBY', batch .. ':counts', 'completion_tokens', completion_tokens)
     settle(batch)
   end
+  if failure then error(failure) end
   return ended
 end
 """
@@ -85,13 +94,15 @@ return redis.call('HGET', KEYS[1], 'state')
 )
 
 _JOB = """
--- Where a row's RQ job is: RQ's status, "gone", or "abandoned" (started, but nobody holds a lease on it).
+-- Where a row's RQ job is: RQ's status, "gone", "abandoned" (started, but nobody holds a lease on it), or
+-- "unknown" (a status that is none).
 -- ARGV[1..2]: RQ's key prefixes of jobs and of executions.
 -- RQ notes a run of a job until a minute after its lease ends.
 local now = redis.call('TIME')[1]
 local function whereabouts(id)
   local status = redis.pcall('HGET', ARGV[1] .. id, 'status')
   if type(status) ~= 'string' then return 'gone' end  -- or no hash any more
+  if #status > 20 or not string.match(status, '^[%l_]+$') then return 'unknown' end
   local runs = status == 'started' and redis.pcall('ZCOUNT', ARGV[2] .. id, now + 60, '+inf')
   if runs and (type(runs) ~= 'number' or runs == 0) then return 'abandoned' end
   return status
@@ -127,12 +138,35 @@ for i = 4, #ARGV, 4 do
     ended = ended + 1
     if ARGV[i + 1] == 'queued' or ARGV[i + 1] == 'abandoned' then
       redis.call('HSET', ARGV[1] .. id, 'status', 'canceled')
-      redis.call('ZADD', KEYS[2], now, id)
+      redis.pcall('ZADD', KEYS[2], now, id)
       redis.call('EXPIRE', ARGV[1] .. id, ARGV[3])
     end
   end
 end
 if ended > 0 then settle(KEYS[1]) end
 return ended
+"""
+)
+
+# Queues waiting rows that their queue's list does not name: somebody deleted it, or the row's lease. Claims
+# are one script, too: a row is in the list, or leased. KEYS[2]: the list. ARGV: two key prefixes, how many
+# entries of the list may be looked at, then (job id, whereabouts as seen). Returns the rows put back. Fails
+# where the list is something else.
+PUT_BACK = (
+    _UNBLOCK
+    + _JOB
+    + """
+local looks, length, back = tonumber(ARGV[3]), redis.call('LLEN', KEYS[2]), 0
+for i = 4, #ARGV, 2 do
+  local id = ARGV[i]
+  looks = looks - length
+  if looks < 0 then break end
+  if whereabouts(id) == ARGV[i + 1] and (length == 0 or not redis.call('LPOS', KEYS[2], id)) then
+    redis.call('RPUSH', KEYS[2], id)
+    redis.call('HSET', ARGV[1] .. id, 'status', 'queued', 'worker_name', '')
+    back = back + 1
+  end
+end
+return back
 """
 )

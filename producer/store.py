@@ -17,7 +17,7 @@ Must not know files, terminals or how a row is run.
                                             r = encoded Result, only where the RQ job has none to return
     livebatch:workers               set     worker names
     livebatch:worker:{name}         hash    what the worker last said, with a TTL
-    livebatch:commands              pubsub  {"command": "cancel", "batch": id}
+    livebatch:commands              pubsub  {"command": "cancel", "batch": id}, and nothing else
 
 Counts stand apart from the batch's hash because a producer WATCHes the hash (it must see a cancel) while
 workers count up all the time. A batch's keys start to age when its last row has ended.

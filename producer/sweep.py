@@ -1,58 +1,70 @@
-"""Rows that will get no result from a worker are ended here, so that no batch hangs short of its end.
+"""Rows that no worker will come to are ended here or queued again, so that no batch hangs short of its end.
 
-Owns cancelling what waits, ending it when the batch expires, and giving up what somebody else deleted, failed
-or cancelled (a dashboard, `rq empty`). Walks the batch's ids page by page; Lua ends a row only if it still is
-where it was seen. Must not know files or terminals.
+Owns cancelling what waits, ending it when the batch expires, giving up what somebody else deleted, failed or
+cancelled (a dashboard, `rq empty`), and queueing what waits and is in no list (whose list was deleted). Walks
+the batch's ids page by page; Lua touches a row only if it still is where it was seen. Must not know files or
+terminals.
 """
 
 from __future__ import annotations
 
+import logging
+import random
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from redis.exceptions import ResponseError
 from rq.job import Job
 from rq.registry import CanceledJobRegistry
 
 from producer import scripts
 from producer.batch import Record
+from producer.errors import StoreError
 from producer.store import Store, as_text, batch_key, encode, ids_key, outcome
 from producer.wire import Failure, Result
 
+log = logging.getLogger(__name__)
+
 PAGE_ROWS = 500
-LOST = (
-    "gone",
-    "failed",
-    "canceled",
-    "stopped",
-    "finished",
-)  # ended in RQ, and not by our worker: it writes the log
+MANY_PAGES = 20  # of rows put back by one step
 WAITING = ("queued", "abandoned")
+# Other rows are lost: ended in RQ, and not by our worker, which writes the log; or what none of ours can be.
+SOUND = ("", "started", *WAITING)
+# So long workers have time to come back to abandoned rows, after an outage of Redis too, or to put them back.
+PATIENCE_SECONDS = 60.0
+LOOKS = 200_000  # entries of the queue's list that one step may look at: about 7 ms of Redis
 
 
 class Sweeper:
-    """Walks one batch again and again, a page at a time: ``step`` costs about a millisecond."""
+    """Walks one batch again and again, a page at a time: ``step`` costs a few milliseconds."""
 
     def __init__(self, store: Store, record: Record) -> None:
+        from rq import Queue
         from rq.defaults import RQ_KEY_PREFIX
 
         self._connection = store.connection
         self._record = record
         self._prefixes = [Job.redis_job_namespace_prefix, f"{RQ_KEY_PREFIX}:executions:"]
         self._canceled = CanceledJobRegistry(record.queue, connection=store.connection).key
+        self._queue = f"{Queue.redis_queue_namespace_prefix}{record.queue}"
+        self._abandoned: dict[str, float] = {}  # rows so seen, and since when (monotonic)
+        self._has_said = False
         self._cursor = 0
 
     def step(self, *, cancel: bool = False) -> int:
         """End what is lost on the next page, with ``cancel`` or past the batch's time also what waits.
 
-        Returns the rows ended.
+        What waits and is nowhere to be taken from is queued again, and the pages after it are looked at, too.
+        Returns the rows ended. Raises StoreError where rows cannot be queued.
         """
-        self._cursor, page = cast(
-            "tuple[int, dict[bytes, bytes]]",
-            self._connection.hscan(ids_key(self._record.id), self._cursor, count=PAGE_ROWS),
-        )
-        names = {f"{self._record.id}-{as_text(place)}": as_text(name) for name, place in page.items()}
-        return self._end(self._doomed(names, cancel)) if names else 0
+        ended = 0
+        for _ in range(MANY_PAGES):
+            more, back = self._page(cancel)
+            ended += more
+            if not back or not self._cursor:
+                break
+        return ended
 
     def sweep(self, *, cancel: bool = False) -> int:
         """All pages once."""
@@ -62,19 +74,65 @@ class Sweeper:
             ended += self.step(cancel=cancel)
         return ended
 
-    def _doomed(self, names: Mapping[str, str], cancel: bool) -> Iterator[tuple[str, Result]]:
-        """(where its job is, its result) of each row of the page that nobody will finish."""
-        expires = self._record.expires
-        is_late = expires is not None and time.time() >= expires
-        ended = CANCELLED if cancel else EXPIRED if is_late else None
+    def _page(self, cancel: bool) -> tuple[int, int]:
+        """Look at the next page. Returns the rows ended and the rows queued again."""
+        self._cursor, page = cast(
+            "tuple[int, dict[bytes, bytes]]",
+            self._connection.hscan(ids_key(self._record.id), self._cursor, count=PAGE_ROWS),
+        )
+        names = {f"{self._record.id}-{as_text(place)}": as_text(name) for name, place in page.items()}
+        if not names:
+            return 0, 0
         answer: Any = self._connection.eval(
             scripts.WHERE, 1, batch_key(self._record.id), *self._prefixes, *names
         )
-        for (job_id, custom_id), where in zip(names.items(), map(as_text, answer), strict=True):
-            if where in LOST:
-                yield where, self._result(job_id, custom_id, _lost(where))
-            elif ended and where in WAITING:
-                yield where, self._result(job_id, custom_id, ended)
+        where = dict(zip(names, map(as_text, answer), strict=True))
+        ending = self._ending(cancel)
+        ended = self._end(self._doomed(names, where, ending))
+        return ended, self._put_back(where) if ending is None else 0
+
+    def _ending(self, cancel: bool) -> Failure | None:
+        """What becomes of rows that wait; None: they shall run."""
+        expires = self._record.expires
+        is_late = expires is not None and time.time() >= expires
+        return CANCELLED if cancel else EXPIRED if is_late else None
+
+    def _doomed(
+        self, names: Mapping[str, str], where: Mapping[str, str], ending: Failure | None
+    ) -> Iterator[tuple[str, Result]]:
+        """(where its job is, its result) of each row of the page that nobody will finish."""
+        for job_id, place in where.items():
+            if place not in SOUND:
+                yield place, self._result(job_id, names[job_id], _lost(place))
+            elif ending and place in WAITING:
+                yield place, self._result(job_id, names[job_id], ending)
+
+    def _put_back(self, where: Mapping[str, str]) -> int:
+        """Queue the waiting rows of the page that are in no list; where that is long, some are looked up."""
+        rows = [row for row in where.items() if row[1] == "queued" or self._is_long_abandoned(*row)]
+        if not rows:
+            return 0
+        given = [part for row in random.sample(rows, len(rows)) for part in row]
+        keys = [batch_key(self._record.id), self._queue]
+        try:
+            answer: Any = self._connection.eval(
+                scripts.PUT_BACK, len(keys), *keys, *self._prefixes, LOOKS, *given
+            )
+        except ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                raise StoreError(NO_LIST.format(key=self._queue)) from error
+            raise
+        if answer and not self._has_said:
+            self._has_said = True
+            log.warning("rows of batch %s waited in no queue and are put back into it", self._record.id)
+        return int(answer)
+
+    def _is_long_abandoned(self, job_id: str, place: str) -> bool:
+        if place != "abandoned":
+            self._abandoned.pop(job_id, None)
+            return False
+        now = time.monotonic()
+        return now - self._abandoned.setdefault(job_id, now) >= PATIENCE_SECONDS
 
     def _result(self, job_id: str, custom_id: str, failure: Failure) -> Result:
         return Result(custom_id=custom_id, job_id=job_id, created=int(time.time()), failure=failure)
@@ -98,6 +156,12 @@ class Sweeper:
 CANCELLED = Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
 
 EXPIRED = Failure.of("batch_expired", "the batch's time was over before this row ended")
+
+
+NO_LIST = (
+    "{key} in Redis is no list, so nobody can take what waits there. "
+    "Delete it (redis-cli DEL {key}) and follow the batch again, which queues its rows again"
+)
 
 
 def _lost(where: str) -> Failure:

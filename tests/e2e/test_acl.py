@@ -116,6 +116,29 @@ def test_a_batch_comes_to_its_end_above_maxmemory(
     assert admin.acl_log() == []
 
 
+def test_rows_of_a_deleted_queue_are_put_back(guarded: Guarded, admin: redis.Redis, tmp_path: Path) -> None:
+    rows = [{"custom_id": f"r{n}", "prompt": f"prompt {n}"} for n in range(3)]
+    given, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert producer(guarded.url("producer"), "submit", given, "--batch-id", "d").returncode == 0
+    with guarded.connect("producer") as connection:
+        assert connection.expire("rq:queue:livebatch", 0), "a producer may do that"
+    with worker(guarded.url("worker"), "dummy"):
+        assert producer(guarded.url("producer"), "results", "d", "--follow", "-o", out).returncode == 0
+    assert len(by_id(out)) == 3
+    assert admin.acl_log() == []
+
+
+def test_a_producer_cannot_stop_the_workers(guarded: Guarded, admin: redis.Redis) -> None:
+    enqueue(admin, [request(1)])
+    with worker_in_thread(guarded.url("worker")) as made, guarded.connect("producer") as connection:
+        wait_until(lambda: bool(made.engine.rows))
+        wait_until(lambda: connection.publish("livebatch:commands", '{"command":"shutdown"}') == 1)
+        connection.publish("livebatch:commands", '{"command":"cancel","batch":"b"}')
+        wait_until(lambda: counts(admin) == {"cancelled": 1})
+        enqueue(admin, [request(2, batch="c")])
+        wait_until(lambda: bool(made.engine.rows))
+
+
 def test_rows_are_handed_back_recovered_and_noted(guarded: Guarded, admin: redis.Redis) -> None:
     """A worker's rarer deeds: rows back on SIGTERM, a dead worker's rows, engine deaths, others waiting."""
     enqueue(admin, [request(number) for number in (1, 2, 3)])
@@ -166,6 +189,8 @@ FORBIDDEN = [
     "HSET somebody:elses key value",
     "SUBSCRIBE elsewhere",
     "PUBLISH elsewhere hello",
+    'PUBLISH rq:pubsub:w {"command":"shutdown"}',
+    "SPUBLISH rq:pubsub:w {}",
 ]
 WORKERS_ONLY = [
     "LPOP rq:queue:q",
@@ -223,6 +248,7 @@ def test_a_script_is_no_way_around(guarded: Guarded, admin: redis.Redis) -> None
             "'SADD', 'rq:workers', 'x'",
             "'FLUSHALL'",
             "'CONFIG', 'GET', '*'",
+            "'PUBLISH', 'rq:pubsub:w', '{}'",
         ):
             with pytest.raises(ResponseError):
                 connection.eval(f"return redis.call({command})", 0)
