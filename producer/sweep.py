@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -80,7 +81,11 @@ class Sweeper:
             "tuple[int, dict[bytes, bytes]]",
             self._connection.hscan(ids_key(self._record.id), self._cursor, count=PAGE_ROWS),
         )
-        names = {f"{self._record.id}-{as_text(place)}": as_text(name) for name, place in page.items()}
+        names = {
+            f"{self._record.id}-{place.decode()}": name.decode(errors="replace")
+            for name, place in page.items()
+            if _is_place(place)
+        }
         if not names:
             return 0, 0
         answer: Any = self._connection.eval(
@@ -156,6 +161,12 @@ class Sweeper:
 CANCELLED = Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
 
 EXPIRED = Failure.of("batch_expired", "the batch's time was over before this row ended")
+
+
+def _is_place(text: bytes) -> bool:
+    """Whether a row can stand there; whoever may queue rows may also write something else among the ids."""
+    found = re.fullmatch(rb"\d{1,9}-(\d{1,10})", text)
+    return found is not None and int(found[1]) < 2**32  # of a bitmap's bit
 
 
 NO_LIST = (

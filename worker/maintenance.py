@@ -89,6 +89,8 @@ def clean(queue: Queue) -> None:
 
     RQ's own cleanup also looks for abandoned jobs, one by one and under a lock: ``recover`` has done that.
     """
+    with apart(f"queue {queue.name}, whose key {queue.key} is no list: nobody can take what waits there"):
+        queue.connection.llen(queue.key)
     for kind in (FinishedJobRegistry, FailedJobRegistry):
         registry = kind(queue=queue, job_class=queue.job_class)
         with apart(f"old entries of {registry.key}"):

@@ -306,8 +306,8 @@ RECOVER = (
     _LEASE
     + """
 local queue, back = ARGV[2], {}
-redis.call('LLEN', rq .. ':queue:' .. queue)  -- or fail, before any run is forgotten
 local runs = redis.call('ZRANGEBYSCORE', wip_key(queue), '-inf', clock, 'LIMIT', 0, ARGV[4])
+if #runs > 0 then redis.call('LLEN', rq .. ':queue:' .. queue) end  -- or fail, before any is forgotten
 for i = #runs, 1, -1 do
   local id, execution = string.match(runs[i], '^(.+):([^:]+)$')
   if not id then

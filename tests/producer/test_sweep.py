@@ -199,6 +199,31 @@ def ended(job_id: str, code: str = "worker_lost") -> Result:
     return Result(custom_id="r", job_id=job_id, created=1, failure=Failure.of(code, "it is so"))
 
 
+@pytest.mark.parametrize("place", ["nowhere", b"\xff", "0-", "0-4294967296", "0-1e3", "9" * 50 + "-1"])
+def test_an_id_that_names_no_row_hides_no_lost_row(
+    client: Client, connection: redis.Redis, submit: Submit, place: str | bytes
+) -> None:
+    submit(2)
+    connection.hset("livebatch:batch:m:ids", b"forged \xff", place)
+    connection.delete("rq:job:m-0-1", QUEUE)
+    client.cancel("m")
+    assert codes(client.results("m", follow=True)) == {"r0": "worker_lost", "r1": "batch_cancelled"}
+
+
+def test_a_submission_into_no_list_is_made_good(
+    client: Client, worker: TinyWorker, connection: redis.Redis, submit: Submit
+) -> None:
+    """RQ's jobs and our counts were written, the list could not be."""
+    connection.hset(QUEUE, "x", "y")
+    with pytest.raises(StoreError, match="WRONGTYPE"):
+        submit(2)
+    connection.delete(QUEUE)
+    sweeper = submit(2)
+    sweeper.step()
+    assert worker.run() == 2
+    assert codes(client.results("m", follow=True)) == {"r0": None, "r1": None}
+
+
 SPOILT: dict[str, Callable[[redis.Redis], object]] = {
     "a log that is none": lambda it: it.set(log_key("m"), "text"),
     "a log that takes no more": lambda it: it.xadd(log_key("m"), {"j": "x"}, id=f"{2**64 - 1}-{2**64 - 1}"),

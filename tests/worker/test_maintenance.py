@@ -21,7 +21,7 @@ from producer.embedded import EmbeddedRedis
 from producer.store import COMMANDS, Serializer
 from worker.compose import connector
 from worker.events import Cancel, Event, Stop, Wake
-from worker.leases import Leases
+from worker.leases import Leases, recover
 from worker.link import Link
 from worker.listeners import Commands, Listener, Meaning, Waiter, parse, to_all, to_one
 from worker.maintenance import Maintenance, clean
@@ -99,6 +99,17 @@ def test_a_queue_that_is_no_list_costs_no_row(
         connection.delete("rq:queue:q")
         wait_until(lambda: connection.llen("rq:queue:q") == 2)
     assert connection.lrange("rq:queue:q", 0, -1) == [b"b-0-1", b"b-0-2"]
+
+
+def test_a_queue_that_is_no_list_is_said(connection: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody could take what waits there, and the worker would be silent about it."""
+    clean(safe_queue("q", connection))
+    assert not caplog.records
+    connection.set("rq:queue:q", "text")
+    clean(safe_queue("q", connection))
+    assert "queue q, whose key rq:queue:q is no list" in caplog.text
+    caplog.clear()
+    assert recover(connection, "q") == [], "no row of the dead, nothing that fails"
 
 
 def in_limbo(connection: redis.Redis, job_id: str) -> str:
