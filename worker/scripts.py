@@ -72,9 +72,12 @@ end
 
 -- Until when a run of a job is noted there: a minute after its lease ends.
 local function note_run(id, execution, lease)
-  make_way(rq .. ':executions:' .. id, 'zset')
-  redis.call('ZADD', rq .. ':executions:' .. id, clock + lease + 60, execution)
-  redis.call('EXPIRE', rq .. ':executions:' .. id, math.ceil(lease) + 60)
+  local key = rq .. ':executions:' .. id
+  if type(redis.pcall('ZADD', key, clock + lease + 60, execution)) == 'table' then
+    make_way(key, 'zset')
+    redis.call('ZADD', key, clock + lease + 60, execution)
+  end
+  redis.call('EXPIRE', key, math.ceil(lease) + 60)
 end
 
 -- All traces of one run.
