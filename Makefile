@@ -14,7 +14,7 @@ help:           ## this list
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"livebatch needs Python 3.11 or newer, this is {v.major}.{v.minor}: make PYTHON=/path/to/python3.11") if v < (3, 11) else None'
 	@$(PYTHON) -m venv $(VENV) || { echo "cannot make a virtual environment: install your system's python3-venv package" >&2; exit 1; }
-	@echo "installing the pinned dependencies (two to four minutes) ..."
+	@echo "installing the pinned dependencies (one to four minutes) ..."
 	@$(PIP) --editable '.[cpu,local]'
 	@touch $@
 

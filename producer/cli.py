@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -349,6 +350,7 @@ def validate(
 def main() -> NoReturn:
     """The console entry point: every error is one line that says what to do."""
     _replace_closed_streams()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it says how to come back
     try:
         app()
     except LivebatchError as error:

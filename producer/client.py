@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from producer import connection
 from producer.batch import DAY_SECONDS, KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
@@ -107,7 +107,8 @@ class Client:
         ``max_queued_bytes`` bounds what waits of the batch in Redis: beyond it the call waits for workers.
         ``expires_in``: seconds from now after which rows that have not ended end as "batch_expired".
         ``retry_failed``: a batch that is over; only its rows without an answer are queued, bad lines left
-        out. ``files`` may then be empty: those it was made of. NothingToRetryError: there are no such rows.
+        out. ``files`` may then be empty: those it was made of, in its format. NothingToRetryError: there are
+        no such rows.
         Raises HalfQueuedError, a StoreError that names the batch, when Redis fails in the middle.
         ``on_warning`` is told of what is odd but bearable: files without rows, settings of the server, an end
         or a time to keep results that the batch does not take because it has its own.
@@ -119,7 +120,8 @@ class Client:
             check_seconds(expires_in, "expires_in")
         self._check(on_warning)
         if retry_failed is not None and not files:
-            files = _kept_files(self._retried(retry_failed))
+            retried = self._retried(retry_failed)
+            files, format = _kept_files(retried), cast("Format", retried.format)
         with sources.readable_twice(sources.expand(files)) as found:
             if strict and (validation := validate(found, format, on_bad, _ignore)).bad:
                 raise BadLinesError(validation)

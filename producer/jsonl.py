@@ -227,11 +227,12 @@ def _custom_id(row: Mapping[str, Any]) -> str | None:
 
 
 def _load(data: bytes) -> Any:
-    text = _text(data)
+    text = _text(data.rstrip(b"\r\n"))  # of a string that is not closed it would be the fault
     try:
         return _parse(text)
     except json.JSONDecodeError as error:
-        raise RowError("invalid_json", f"not JSON: {error.msg} at character {error.pos}") from None
+        what = error.msg.removesuffix(" at")
+        raise RowError("invalid_json", f"not JSON: {what} at character {error.pos}") from None
     except RecursionError:
         raise _too_deep() from None
 

@@ -274,7 +274,8 @@ class ResultFile:
         """Raises UsageError where the cursor tells of another output; ``holder`` is a file with its lines."""
         if saved.batch != wanted.batch:
             raise UsageError(
-                f"{holder} holds results of batch {saved.batch}: name another file, or delete it"
+                f"{holder} holds results of batch {saved.batch}: name another file, or go on with that "
+                f"batch: producer results {saved.batch} --follow and the same flags"
             )
         if saved.errors_file != wanted.errors_file:
             errors = saved.errors_file and self._path.parent / saved.errors_file

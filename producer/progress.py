@@ -17,6 +17,7 @@ WINDOW_SECONDS = 15.0  # rates are of the last while, not of the whole batch: wo
 RATE_ROWS = 5  # that must have ended, and seconds that must have passed, since the first end: no rate before
 RATE_SECONDS = 2.0
 LINE_SECONDS = 5.0
+QUIET_SECONDS = 60.0  # between lines that say that nothing has changed
 
 
 class Rates:
@@ -106,14 +107,15 @@ class Display(Protocol):
 class Lines:
     """For logs and pipes: a line at once, then every LINE_SECONDS, and one at the end if anything changed.
 
+    Where nothing changes a line says so now and then.
+
     That the producer waits for workers is said at once, too, the first time.
     """
 
     def __init__(self) -> None:
         self._rates = Rates()
-        self._text = ""
-        self._shown = ""
-        self._due = 0.0
+        self._text = self._shown = ""
+        self._changed_at = self._due = 0.0
         self._has_held = False
 
     def queueing(self, progress: Progress) -> None:
@@ -131,18 +133,20 @@ class Lines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._print()
+        if self._text != self._shown:
+            self._print(self._text)
 
     def _show(self, text: str) -> None:
-        self._text = text
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + LINE_SECONDS
-            self._print()
+        now, self._text = time.monotonic(), text
+        if text != self._shown and now >= self._due:
+            self._changed_at = now
+            self._print(text)
+        elif text == self._shown and now >= self._due - LINE_SECONDS + QUIET_SECONDS:
+            self._print(f"{text}, and no row ended in the last {duration(now - self._changed_at)}")
 
-    def _print(self) -> None:
-        if self._text != self._shown:
-            self._shown = self._text
-            print(self._text, file=sys.stderr, flush=True)
+    def _print(self, text: str) -> None:
+        self._shown, self._due = self._text, time.monotonic() + LINE_SECONDS
+        print(text, file=sys.stderr, flush=True)
 
 
 def display(*, live: bool = True) -> Display:

@@ -268,12 +268,12 @@ def test_an_unknown_batch_exits_2(run: Run, capsys: pytest.CaptureFixture[str], 
 # Interrupted.
 
 
-def interrupt(process: subprocess.Popen[str], ready: Callable[[], bool]) -> str:
-    """Ctrl-C once ``ready``; what it says on stderr. Another process gives us nothing else to wait on."""
+def interrupt(process: subprocess.Popen[str], number: int, ready: Callable[[], bool]) -> str:
+    """A signal once ``ready``; what it says on stderr. Another process gives us nothing else to wait on."""
     while not ready():
         assert process.poll() is None, process.communicate()
         threading.Event().wait(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     return process.communicate(timeout=30)[1]
 
 
@@ -293,10 +293,13 @@ def interrupted(
     return interrupted
 
 
-def test_ctrl_c_while_waiting_leaves_the_batch_running(run: Run, worker: TinyWorker) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_waiting_leaves_the_batch_running(run: Run, worker: TinyWorker, number: int) -> None:
     write(Path("in.jsonl"), rows(3))
     process = spawn("submit", "in.jsonl", "--wait", "-o", "out.jsonl", "--batch-id", "m")
-    said = interrupt(process, lambda: "0 of 3 rows" in (process.stderr.readline() if process.stderr else ""))
+    said = interrupt(
+        process, number, lambda: "0 of 3 rows" in (process.stderr.readline() if process.stderr else "")
+    )
     assert process.returncode == 4
     assert "Traceback" not in said
     assert "batch m goes on; come back with: producer results m --follow -o out.jsonl" in said

@@ -126,6 +126,15 @@ def test_the_command_with_nothing_to_retry_exits_0(
     assert len(client.list()) == 1
 
 
+def test_a_retried_batch_is_read_as_it_was(client: Client, worker: TinyWorker, tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text('one\n{"prompt": "two"}\n')
+    client.submit([str(path)], batch_id="m", format="text")
+    worker.fail(worker.claim())
+    assert client.submit([], retry_failed="m").queued == 2
+    assert [request.prompt for request in worker.claim()] == ["one", '{"prompt": "two"}']
+
+
 def test_standard_input_must_be_given_again(
     client: Client, worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

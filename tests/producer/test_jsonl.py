@@ -162,6 +162,19 @@ def test_rows_without_an_id_are_named_by_their_line() -> None:
     assert broken.failure.message.startswith("b.jsonl, line 7: not JSON")
 
 
+def test_a_line_that_is_cut_short_is_told_what_is_not_closed() -> None:
+    assert (
+        bad_line(b'{"prompt": "no end\n') == "line 7: not JSON: Unterminated string starting at character 11"
+    )
+    assert bad_line(b'{"prompt": "x"\r\n') == "line 7: not JSON: Expecting ',' delimiter at character 14"
+
+
+def bad_line(data: bytes) -> str:
+    found = parse_line(data, Place("batch", 1, 7))
+    assert isinstance(found, BadRow)
+    return found.failure.message
+
+
 # --- hostile lines
 
 

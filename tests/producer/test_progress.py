@@ -108,6 +108,21 @@ def test_lines_come_now_and_then_and_at_the_end(
     assert shown == [0, 5, 10, 11]
 
 
+def test_a_batch_in_which_nothing_ends_says_so_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with Lines() as lines:
+        for second in range(150):
+            clock[0] = 100.0 + second
+            lines.running(status(2))
+        lines.running(status(3))
+    two, three = "2 of 100 rows", "3 of 100 rows"
+    quiet = f"{two}, and no row ended in the last"
+    assert capsys.readouterr().err.splitlines() == [two, f"{quiet} 1:00", f"{quiet} 2:00", three]
+
+
 def test_a_producer_that_waits_says_so_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
