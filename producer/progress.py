@@ -107,9 +107,8 @@ class Display(Protocol):
 class Lines:
     """For logs and pipes: a line at once, then every LINE_SECONDS, and one at the end if anything changed.
 
-    Where nothing changes a line says so now and then.
-
-    That the producer waits for workers is said at once, too, the first time.
+    That the producer waits for workers is said at once, too, the first time. Where nothing changes, a line
+    says so every QUIET_SECONDS.
     """
 
     def __init__(self) -> None:
