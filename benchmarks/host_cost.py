@@ -78,7 +78,7 @@ def measure(load: Load, num_rows: int, num_steps: int) -> Cost:
     policy = Policy(max_batch=num_rows, prefill_tokens=2048, reserve_tokens=0)
     scheduler = Scheduler(policy, pool, live, context)
     source = load.rows()
-    spent, counts = [], []
+    spent, counts = list[list[float]](), list[int]()
     while len(counts) < num_steps:
         for row in itertools.islice(source, 2 * num_rows - scheduler.num_waiting):
             scheduler.add(row)

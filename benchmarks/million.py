@@ -129,7 +129,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
     """Look until it holds; a process that ends instead ends us."""
     while not condition():
         if process.poll() is not None:
-            raise SystemExit(f"{process.args} ended with {process.returncode}")
+            raise SystemExit(f"{process.args!r} ended with {process.returncode}")
         time.sleep(0.05)
 
 

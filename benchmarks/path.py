@@ -39,9 +39,14 @@ PROMPT, OUTPUT = 16, 128
 
 def settings(index: int) -> dict[str, Any]:
     """32 settings, no two alike: temperature only, top-k, top-p, min-p and mixes."""
-    kind = [{}, {"top_k": 5 + index}, {"top_p": 0.6 + index / 100}, {"min_p": 0.01 + index / 1000}][index % 4]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_k": 5 + index},
+        {"top_p": 0.6 + index / 100},
+        {"min_p": 0.01 + index / 1000},
+    ]
     mixed = {"top_k": 20 + index, "top_p": 0.7 + index / 200} if index % 8 == 5 else {}
-    return {"temperature": 0.6 + index / 50, "seed": index, **kind, **mixed}
+    return {"temperature": 0.6 + index / 50, "seed": index, **kinds[index % 4], **mixed}
 
 
 def prompts(count: int, vocab: int) -> list[list[int]]:
@@ -122,7 +127,8 @@ def through_redis(client: Client, rows: list[dict[str, Any]], queue: str) -> flo
     results = list(client.results(batch.id, follow=True))
     assert len(results) == len(rows)
     assert all(result.failure is None for result in results)
-    return sum(result.usage.completion_tokens for result in results) / (time.perf_counter() - begun)
+    tokens = sum(result.usage.completion_tokens for result in results if result.usage)
+    return tokens / (time.perf_counter() - begun)
 
 
 def one_at_a_time(client: Client, rows: list[dict[str, Any]], queue: str) -> float:

@@ -118,7 +118,8 @@ class Comparison:
 
 def log_softmax(logits: Floats) -> NDArray[np.float64]:
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result
 
 
 def compare(reference: Subject, other: Subject) -> list[Comparison]:

@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,9 @@ def row_by_row(case: Case, logits: Any) -> None:
 
 def launch_then_wait(case: Case, logits: Any) -> None:
     """All calls, then one wait."""
-    pending = None
-    for row, address in enumerate(case.addresses(logits)):
-        pending = case.call(np.array([address]), case.rows[row : row + 1])
-    pending.wait()
+    addresses = case.addresses(logits)
+    pending = [case.call(addresses[row : row + 1], case.rows[row : row + 1]) for row in range(len(addresses))]
+    pending[-1].wait()
 
 
 def one_call_if_uniform(case: Case, logits: Any) -> None:
@@ -95,15 +95,15 @@ def one_call_if_uniform(case: Case, logits: Any) -> None:
 
 def call_per_group(case: Case, logits: Any) -> None:
     """Gather each distinct setting's rows, one call each, scatter the tokens."""
-    tokens, pending, begin = cp.empty(case.batch, cp.int64), None, 0
+    tokens, pending, begin = cp.empty(case.batch, cp.int64), list[cuda.Pending](), 0
     with case.sampler.stream:
         for group, rows in zip(case.groups, case.group_rows, strict=True):
             packed = case.packed[begin : begin + len(group)]
             cp.take(logits, rows, axis=0, out=packed)
-            pending = case.sampler.enqueue(case.addresses(packed), group, tokens.data.ptr + 8 * begin)
+            pending.append(case.sampler.enqueue(case.addresses(packed), group, tokens.data.ptr + 8 * begin))
             case.next_ids[rows] = tokens[begin : begin + len(group)]
             begin += len(group)
-    pending.wait()
+    pending[-1].wait()
     case.sampler.stream.synchronize()
 
 
@@ -146,7 +146,7 @@ def device_us(stream: Any, work: list[Callable[[], Any]], replays: int = 20) -> 
 
 def launch_us(case: Case) -> float:
     """Device time of our launch. Entries lie there already, as in a step whose batch has not changed."""
-    sampler, work = case.sampler, []
+    sampler, work = case.sampler, list[Callable[[], Any]]()
     kernel = sampler._samplers[cuda_code.shape_for(case.batch)]
     for logits in case.buffers:
         entries = np.zeros(case.batch, cuda.ENTRY)
@@ -155,7 +155,7 @@ def launch_us(case: Case) -> float:
         held = cp.asarray(entries.view(np.uint8))
         results = np.uint64(sampler._results[0].rows.ctypes.data)
         arguments = (held, sampler._copies, results, np.uint64(0), *sampler._parameters)
-        work.append(lambda arguments=arguments: kernel.launch(case.batch, arguments))
+        work.append(partial(kernel.launch, case.batch, arguments))
     cp.cuda.get_current_stream().synchronize()
     return device_us(sampler.stream, work)
 

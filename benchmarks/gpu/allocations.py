@@ -18,7 +18,7 @@ EVERY = 50  # steps between two looks
 def measure(bench: Bench, rows: int = 256, steps: int = 1000) -> dict[str, Any]:
     """Bytes of CuPy's pool and of the device over ``steps`` decodes; up to 1,000, tables keep their width."""
     engine = bench.engine(rows)
-    for row in load.decode(load.DISTINCT, rows, bench.model.vocab_size, 8, steps + 2 * SETTLED):
+    for row in load.decode(load.DISTINCT, rows, bench.model.vocab_size, prompt=8, output=steps + 2 * SETTLED):
         engine.add(row)
     while engine.load.tokens_sampled < rows * SETTLED:
         engine.step()

@@ -22,12 +22,13 @@ from kernels.cuda import bucket_of
 from producer.sizes import parse_bytes
 from worker.blocks import blocks_for
 from worker.cuda.graph import EAGER
+from worker.sequence import Row
 from worker.settings import EngineSettings
 from worker.tokenizer import Tokenizer
 
 MAX_BATCH = 256
 DETERMINISTIC_BATCHES = (1, 32, 256)
-BROKEN_DOWN = (32, 128, 256)
+BROKEN_DOWN = TAIL_BATCHES = (32, 128, 256)
 EAGER_STEPS = 96  # enough for a rate, a third of the time
 PREFILL_ROUNDS = 5
 LENGTHS = (384, 2048)  # longest rows of (a), and of all cases
@@ -121,23 +122,32 @@ def offline(task: Task) -> None:
 
 
 def tail(task: Task) -> None:
-    """(c): one round to the end, the others until the long rows are alone; decode alone for comparison."""
-    rows, engine = load.tail(task.vocab), task.bench.engine
-    same = load.decode(load.DISTINCT, MAX_BATCH, task.vocab, prompt=16, output=128)
-    timing.until_last(engine(MAX_BATCH), rows, load.TAIL_LONG, to_the_end=False)  # warm
-    until, pure = [], []
-    for _ in range(task.rounds):
-        pure.append(timing.batch(engine(MAX_BATCH), same).decode)
-        until.append(timing.until_last(engine(MAX_BATCH), rows, load.TAIL_LONG, to_the_end=False)[0])
-    _, total = timing.until_last(engine(MAX_BATCH), rows, load.TAIL_LONG, to_the_end=True)
-    rounds = {"until_tok_s": until, "pure_decode_tok_s": pure}
-    task.findings.add("c", task.peer, rounds, total_tok_s=total)
+    """(c): until the long rows are alone, and decode alone of as many live rows; at last, to the end."""
+    rows = load.tail(task.vocab)
+    for batch in TAIL_BATCHES:
+        same = load.decode(load.DISTINCT, batch, task.vocab, prompt=16, output=128)
+        until_last(task, rows, batch)  # warm
+        until, pure = [], []
+        for _ in range(task.rounds):
+            pure.append(timing.batch(task.bench.engine(batch), same).decode)
+            until.append(until_last(task, rows, batch))
+        rounds = {"until_tok_s": until, "pure_decode_tok_s": pure}
+        task.findings.add("c", task.peer, rounds, batch=batch)
+    _, total = timing.until_last(task.bench.engine(MAX_BATCH), rows, load.TAIL_LONG, to_the_end=True)
+    task.findings.add("c", f"{task.peer}, to the end", total_tok_s=total)
     if "static" in task.peers:
-        first = rows[:MAX_BATCH]  # as many long rows are in each of the batches, so one stands for all
-        seconds, _ = timing.whole(engine(MAX_BATCH), load.padded(first))
-        batches = -(-len(rows) // MAX_BATCH)
-        figures = {"batches_measured": 1, "batches": batches}
-        task.findings.add("c", "static", total_tok_s=load.num_tokens(first) / seconds, **figures)
+        static_tail(task, rows)
+
+
+def until_last(task: Task, rows: Sequence[Row], batch: int) -> float:
+    return timing.until_last(task.bench.engine(batch), rows, load.TAIL_LONG, to_the_end=False)[0]
+
+
+def static_tail(task: Task, rows: Sequence[Row]) -> None:
+    first = rows[:MAX_BATCH]  # as many long rows are in each of the batches, so one stands for all
+    seconds, _ = timing.whole(task.bench.engine(MAX_BATCH), load.padded(first))
+    figures = {"batches_measured": 1, "batches": -(-len(rows) // MAX_BATCH)}
+    task.findings.add("c", "static", total_tok_s=load.num_tokens(first) / seconds, **figures)
 
 
 def direct(task: Task, count: int) -> None:

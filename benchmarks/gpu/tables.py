@@ -68,17 +68,18 @@ def mixes(found: Sequence[Finding]) -> str:
 
 def workloads(found: Sequence[Finding]) -> str:
     """(b) to (e)."""
-    tail, queued = find(found, case="c", peer="ours"), find(found, case="d", peer="ours")
+    queued = find(found, case="d", peer="ours")
     direct = find(found, case="d", peer="direct").get("total_tok_s")
     offline = {peer: find(found, case="b", peer=peer) for peer in ("ours", "static", "genai")}
     prompts = {
         peer: find(found, case="e", peer=peer).get("prompt_tok_s") for peer in ("ours", "eager", "genai")
     }
-    until, pure, total = (tail.get(f"{name}_tok_s") for name in ("until", "pure_decode", "total"))
-    static = find(found, case="c", peer="static").get("total_tok_s")
+    total, static = (
+        find(found, case="c", peer=peer).get("total_tok_s") for peer in ("ours, to the end", "static")
+    )
     rows: list[Cells] = [
         ("b offline, output tok/s", offline["ours"].get("total_tok_s"), peers_of_b(offline)),
-        ("c until the last 20 rows", until, f"{shown(ratio(until, pure))} of decode alone, {shown(pure)}"),
+        *tails(found),
         ("c to the end", total, f"static {shown(static)}"),
         ("d through Redis", queued.get("total_tok_s"), f"direct {shown(direct)}"),
         ("d / direct", ratio(queued.get("total_tok_s"), direct), ""),
@@ -90,6 +91,17 @@ def workloads(found: Sequence[Finding]) -> str:
     ]
     rows = [row for row in rows if row[1] is not None]
     return markdown(("case", "ours", "beside it"), rows) if rows else ""
+
+
+def tails(found: Sequence[Finding]) -> list[Cells]:
+    """(c): of each number of live rows."""
+    rows: list[Cells] = []
+    for one in found:
+        if "until_tok_s" in one:
+            until, pure = one["until_tok_s"], one["pure_decode_tok_s"]
+            share = f"{shown(ratio(until, pure))} of decode alone, {shown(pure)}"
+            rows.append((f"c until the last 20 rows, {one['batch']} live", until, share))
+    return rows
 
 
 def peers_of_b(offline: dict[str, Finding]) -> str:
