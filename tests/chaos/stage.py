@@ -31,12 +31,15 @@ EXPECTED = (0, 3, -signal.SIGKILL, -signal.SIGTERM)
 class Stage:
     """A context manager; ``files`` are the batches' rows by name. Everything it started ends with it."""
 
-    def __init__(self, folder: Path, model: str, files: dict[str, Path], workers: int) -> None:
+    def __init__(
+        self, folder: Path, model: str, files: dict[str, Path], workers: int, device: str = "cpu"
+    ) -> None:
         self.folder = folder
         self.server = EmbeddedRedis(folder / "redis")
         self.stopped_rows: set[str] = set()
         self.notes: list[str] = []
         self._model = model
+        self._device = device
         self._files = files
         self._num_workers = workers
         self._server_back_at: float | None = None
@@ -61,18 +64,9 @@ class Stage:
         self._stack.close()
 
     def _worker(self, number: int) -> Player:
-        flags = [
-            "--queue",
-            f"{MAIN}=9",
-            "--queue",
-            DOOMED,
-            "--max-batch",
-            "8",
-            "--threads",
-            "1",
-            "--grace",
-            "1",
-        ]
+        flags = ["--queue", f"{MAIN}=9", "--queue", DOOMED, "--max-batch", "8", "--grace", "1"]
+        flags += ["--device", self._device]
+        flags += ["--threads", "1"] if self._device == "cpu" else ["--deterministic", "--kv-memory", "4G"]
         if number == 0 and self._model == "dummy":  # a frozen engine is found here, and waited for elsewhere
             flags += ["--engine-timeout", "6"]
         log = self.folder / f"worker-{number}.log"

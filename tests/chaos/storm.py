@@ -37,6 +37,7 @@ class Plan:
     faults: int
     workers: int
     limit_seconds: float
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,10 @@ class Outcome:
         return json.dumps({**found, "rq_rounds": self.rq_rounds, "seconds": round(self.seconds, 1)})
 
 
-def calm(folder: Path, model: str, files: Mapping[str, Path]) -> dict[str, Answers]:
+def calm(folder: Path, plan: Plan, files: Mapping[str, Path]) -> dict[str, Answers]:
     """What every row of both batches says where nothing goes wrong."""
     answers: dict[str, Answers] = {}
-    with Stage(folder, model, dict(files), workers=1) as stage:
+    with Stage(folder, plan.model, dict(files), 1, plan.device) as stage:
         for batch in (DOOMED, MAIN):
             stage.submit(batch, [])
         stage.follow()
@@ -106,7 +107,7 @@ def calm(folder: Path, model: str, files: Mapping[str, Path]) -> dict[str, Answe
 def storm(folder: Path, plan: Plan, files: Mapping[str, Path], answers: Mapping[str, Answers]) -> Outcome:
     """Play it, then judge. It ends with the batch, or after ``limit_seconds`` in any case."""
     begun, struck = time.monotonic(), Counter[str]()
-    with Stage(folder, plan.model, dict(files), plan.workers) as stage:
+    with Stage(folder, plan.model, dict(files), plan.workers, plan.device) as stage:
         draw = random.Random(plan.seed)
         kills = [draw.uniform(0.3, 2.0) for _ in range(2)]
         struck["submission killed"] += stage.submit(MAIN, kills)
@@ -156,7 +157,7 @@ def run(plans: list[Plan], keep: Path | None, out: Path | None) -> bool:
             for batch, size in sizes.items()
         }
         begun = time.monotonic()
-        answers = calm(folder / "calm", first.model, files)
+        answers = calm(folder / "calm", first, files)
         print(f"in calm: {first.rows:,} rows, {time.monotonic() - begun:.0f} s", flush=True)
         for plan in plans:
             outcome = storm(folder / f"seed-{plan.seed}", plan, files, answers)
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the first storm; later ones count on")
     parser.add_argument("--storms", type=int, default=1)
     parser.add_argument("--model", default=DUMMY, help="dummy, or a model folder")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda:0: a --deterministic engine on a GPU")
     parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)
@@ -184,7 +186,7 @@ def main() -> None:
     told = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children end with us
     plans = [
-        Plan(seed, told.model, told.rows, told.faults, told.workers, told.limit)
+        Plan(seed, told.model, told.rows, told.faults, told.workers, told.limit, told.device)
         for seed in range(told.seed, told.seed + told.storms)
     ]
     sys.exit(not run(plans, told.keep, told.out))
