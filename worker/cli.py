@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from producer.errors import LivebatchError, StoreError, UsageError
+from producer.screen import say
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -241,8 +242,10 @@ def build(
         if device == "cpu":
             reference.record(out)
         elif not reference.record_for_cuda(out, source):
-            print(f"{out} gets no reference.json: the model is too large to be run on the CPU for it")
-        print(f"{out} is ready: worker run --model {out}" + (" --device cuda" if device == "cuda" else ""))
+            text = "gets no reference.json: the model is too large to be run on the CPU for it"
+            say(f"{out} {text}", sys.stdout)
+        flag = " --device cuda" if device == "cuda" else ""
+        say(f"{out} is ready: worker run --model {out}{flag}", sys.stdout)
 
 
 @app.command()
@@ -267,7 +270,7 @@ def check(
         )
         wrong = []
         for finding in found:
-            print(finding.line, flush=True)
+            say(finding.line, sys.stdout)
             if finding.is_fatal:
                 wrong.append(finding.subject)
     if wrong:
@@ -350,7 +353,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except LivebatchError as error:
-        print(f"worker: {error}", file=sys.stderr)
+        say(f"worker: {error}")
         code = {UsageError: Exit.USAGE, StoreError: Exit.REDIS}.get(type(error), Exit.FAILED)
         raise SystemExit(code) from None
 

@@ -19,6 +19,7 @@ from worker.logs import Lines
 
 pytestmark = pytest.mark.redis
 NOWHERE = "redis://127.0.0.1:1"
+HOSTILE = "x\x1b[2J\x07\n\x9b"
 FLAGS = ["model", "queue", "redis", "device", "max-batch", "threads", "kv-memory", "burst", "grace"]
 FLAGS += ["sampling-defaults", "max-tokens-default", "engine-timeout"]
 
@@ -82,6 +83,25 @@ def test_errors_are_one_line_and_an_exit_code(arguments: list[str], code: int, s
     done = run(*arguments)
     assert done.returncode == code
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "--model", HOSTILE, "--redis", NOWHERE],
+        ["run", "--model", "dummy", "--queue", HOSTILE, "--redis", NOWHERE],
+        ["run", "--model", "dummy", "--device", HOSTILE],
+        ["run", "--model", "dummy", "--max-batch", HOSTILE],
+        ["run", "--model", "dummy", f"--{HOSTILE}"],
+        ["build", HOSTILE, "--out", "no-such-folder"],
+        ["bench", "--model", HOSTILE],
+    ],
+)
+def test_no_control_reaches_a_terminal(arguments: list[str]) -> None:
+    done = run(*arguments)
+    shown = (done.stdout + done.stderr).removesuffix("\n").split("\n")
+    assert [line for line in shown if not line.isprintable()] == []
+    assert any(r"\x1b[2J" in line for line in shown)
 
 
 def test_a_missing_model_folder_is_named(redis_url: str, tmp_path: Path) -> None:
