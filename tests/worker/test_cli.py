@@ -159,11 +159,8 @@ def test_the_doctor_goes_on_after_an_error() -> None:
 def test_the_doctor_ends_with_the_first_errors_code(tmp_path: Path) -> None:
     done = run("check", "--model", tmp_path / "none", "--redis", NOWHERE)
     assert done.returncode == 3
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("error")] == [
-        "redis",
-        "model",
-        "prompt",
-    ]
+    errors = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("error")]
+    assert errors == ["redis", "model"], "that the prompt cannot run is the same trouble"
 
 
 def test_the_doctor_names_a_broken_folder(redis_url: str, tmp_path: Path) -> None:
