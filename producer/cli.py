@@ -296,7 +296,7 @@ def list_batches(as_json: Json = False, redis: Redis = None) -> None:
 def cancel(batch: BatchId, as_json: Json = False, redis: Redis = None) -> None:
     """End every row of a batch that has not ended.
 
-    Queued rows end now, running ones in their worker's next step.
+    Queued rows end now, those in a worker's hands in its next step.
 
     \b
     producer cancel BATCH
@@ -310,10 +310,11 @@ def cancel(batch: BatchId, as_json: Json = False, redis: Redis = None) -> None:
         _print_json(status.to_dict())
         return
     over = " was over already" if was_over or status.state != "cancelled" else ""
-    rows = "1 running row is" if status.waiting == 1 else f"{status.waiting:,} running rows are"
-    running = f", {rows} being stopped" if status.waiting else ""
+    rows = f"{status.waiting:,} rows in workers' hands are"
+    rows = "1 row in a worker's hands is" if status.waiting == 1 else rows
+    held = f", {rows} being stopped" if status.waiting else ""
     counts = f"{status.completed:,} completed, {status.failed:,} failed, {status.cancelled:,} cancelled"
-    say(f"batch {batch}{over}: {counts}{running}")
+    say(f"batch {batch}{over}: {counts}{held}")
 
 
 @app.command()

@@ -516,7 +516,7 @@ def test_cancel_ends_what_waits_and_keeps_what_ended(
         message = commands.get_message(timeout=5)
     assert json.loads(message["data"]) == {"command": "cancel", "batch": "m"}
     assert (status.state, status.completed, status.failed, status.cancelled) == ("cancelled", 1, 1, 1197)
-    assert status.waiting == 2, "running rows are the worker's to end"
+    assert status.waiting == 2, "claimed rows are the worker's to end"
     assert worker.store.is_cancelled(["m"]) == {"m"}
     assert worker.claim() == [], "cancelled rows are dropped when they are claimed"
     worker.fail(running, "batch_cancelled")
