@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -387,11 +386,15 @@ def test_the_way_on_bears_what_no_record_says_yet(
 
 @pytest.mark.parametrize("name", ["-", "pipe", "in.jsonl", "*.jsonl"])
 def test_what_can_be_read_only_once_must_be_given_again(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    run: Run,
+    stdin: Callable[[bytes], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ) -> None:
     """The command alone would wait for ever, or find no such file."""
     write(Path("in.jsonl"), rows(1))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}')))
+    stdin(b'{"prompt": "x"}')
     read, fill = os.pipe()
     os.close(fill)
     monkeypatch.setattr(Store, "create", ctrl_c)
