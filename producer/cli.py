@@ -125,7 +125,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     files: FilesToSubmit = None,
     queue: Annotated[str, typer.Option(help="Queue whose workers serve the rows.")] = "livebatch",
     batch_id: NewBatchId = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Stay and collect the results.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay to the end and collect the results.")] = False,
     out: Out = None,
     ordered: Ordered = False,
     flat: Flat = False,
@@ -212,7 +212,7 @@ def _progressed(show: Display, outage: Outage, gather: Callable[[], None] | None
 def results(  # noqa: PLR0917 - Typer passes by name
     batch: BatchId,
     out: Out = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Until the batch is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the batch is over.")] = False,
     ordered: Ordered = False,
     flat: Flat = False,
     errors_file: Errors = None,

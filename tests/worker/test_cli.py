@@ -44,7 +44,9 @@ def test_help_shows_every_flag_and_an_example() -> None:
         assert f"--{flag}" in shown
     assert "worker run --model models/" in shown
     assert "LIVEBATCH_MAX_BATCH" in shown
-    assert "worker build model.gguf" in run("--help").stdout
+    about, _, commands = run("--help").stdout.partition("Commands:")
+    assert "worker build model.gguf" in about
+    assert "..." not in commands, "what a command does is told in a sentence that fits"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
