@@ -353,16 +353,28 @@ def main() -> NoReturn:
     _replace_closed_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it says how to come back
     try:
-        app()
+        _run()
     except LivebatchError as error:
         say(f"producer: {error}")
         sys.exit(_code(error))
     except OSError as error:  # of standard input or output: what has a name is explained where it is used
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is left would fail again at exit
+        if isinstance(error, BrokenPipeError):  # `head` has seen enough: as where Typer meets it
+            sys.exit(Exit.FAILED)
         say(f"producer: {error.filename or 'standard output'}: {error.strerror or error}")
         sys.exit(Exit.USAGE)
     except SystemExit as done:
         sys.exit(Exit.INTERRUPTED if done.code == CTRL_C else done.code)
     sys.exit(Exit.OK)
+
+
+def _run() -> None:
+    try:
+        app()
+    finally:
+        sys.stdout.flush()  # a disk that is full is met here, and not when nobody can say so any more
 
 
 def _replace_closed_streams() -> None:
