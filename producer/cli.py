@@ -125,7 +125,7 @@ def submit(  # noqa: PLR0917 - Typer passes by name
     files: FilesToSubmit = None,
     queue: Annotated[str, typer.Option(help="Queue whose workers serve the rows.")] = "livebatch",
     batch_id: NewBatchId = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Stay and collect the results.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay to the end and collect the results.")] = False,
     out: Out = None,
     ordered: Ordered = False,
     flat: Flat = False,
@@ -212,7 +212,7 @@ def _progressed(show: Display, outage: Outage, gather: Callable[[], None] | None
 def results(  # noqa: PLR0917 - Typer passes by name
     batch: BatchId,
     out: Out = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Until the batch is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the batch is over.")] = False,
     ordered: Ordered = False,
     flat: Flat = False,
     errors_file: Errors = None,
@@ -296,7 +296,7 @@ def list_batches(as_json: Json = False, redis: Redis = None) -> None:
 def cancel(batch: BatchId, as_json: Json = False, redis: Redis = None) -> None:
     """End every row of a batch that has not ended.
 
-    Queued rows end now, running ones in their worker's next step.
+    Queued rows end now, those in a worker's hands in its next step.
 
     \b
     producer cancel BATCH
@@ -310,10 +310,11 @@ def cancel(batch: BatchId, as_json: Json = False, redis: Redis = None) -> None:
         _print_json(status.to_dict())
         return
     over = " was over already" if was_over or status.state != "cancelled" else ""
-    rows = "1 running row is" if status.waiting == 1 else f"{status.waiting:,} running rows are"
-    running = f", {rows} being stopped" if status.waiting else ""
+    rows = f"{status.waiting:,} rows in workers' hands are"
+    rows = "1 row in a worker's hands is" if status.waiting == 1 else rows
+    held = f", {rows} being stopped" if status.waiting else ""
     counts = f"{status.completed:,} completed, {status.failed:,} failed, {status.cancelled:,} cancelled"
-    say(f"batch {batch}{over}: {counts}{running}")
+    say(f"batch {batch}{over}: {counts}{held}")
 
 
 @app.command()
@@ -352,16 +353,28 @@ def main() -> NoReturn:
     _replace_closed_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it says how to come back
     try:
-        app()
+        _run()
     except LivebatchError as error:
         say(f"producer: {error}")
         sys.exit(_code(error))
     except OSError as error:  # of standard input or output: what has a name is explained where it is used
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is left would fail again at exit
+        if isinstance(error, BrokenPipeError):  # `head` has seen enough: as where Typer meets it
+            sys.exit(Exit.FAILED)
         say(f"producer: {error.filename or 'standard output'}: {error.strerror or error}")
         sys.exit(Exit.USAGE)
     except SystemExit as done:
         sys.exit(Exit.INTERRUPTED if done.code == CTRL_C else done.code)
     sys.exit(Exit.OK)
+
+
+def _run() -> None:
+    try:
+        app()
+    finally:
+        sys.stdout.flush()  # a disk that is full is met here, and not when nobody can say so any more
 
 
 def _replace_closed_streams() -> None:

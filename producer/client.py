@@ -245,7 +245,7 @@ class Client:
             release(store, store.record(batch_id), job_ids)
 
     def cancel(self, batch_id: str) -> BatchStatus:
-        """End every row that has not ended: queued ones here and now, running ones by their workers."""
+        """End every row that has not ended: queued ones here and now, claimed ones by their workers."""
         store = self._store
         with connection.explained(self.url):
             from producer.sweep import Sweeper

@@ -11,23 +11,31 @@ from typing import Annotated, Literal
 import typer
 
 FILES_HELP = 'JSONL files, patterns, .gz, or "-" for standard input.'
-Files = Annotated[list[str], typer.Argument(help=FILES_HELP)]
+Files = Annotated[list[str], typer.Argument(metavar="FILES...", help=FILES_HELP)]
 FilesToSubmit = Annotated[
     list[str] | None, typer.Argument(metavar="FILES...", help=FILES_HELP, show_default=False)
 ]
 NewBatchId = Annotated[
-    str | None, typer.Option("--batch-id", help="Name it; submitting again adds only what is missing.")
+    str | None,
+    typer.Option(
+        "--batch-id", help="Name of the batch, else a new one; submitting again adds only what is missing."
+    ),
 ]
 MaxQueuedBytes = Annotated[
     str | None,
     typer.Option(
-        "--max-queued-bytes", metavar="SIZE", help="Most that waits in Redis at a time, such as 512M."
+        "--max-queued-bytes",
+        metavar="SIZE",
+        help="Most of the batch that waits in Redis at a time, such as 512M.",
     ),
 ]
 ExpiresIn = Annotated[
     float | None,
     typer.Option(
-        "--expires-in", metavar="HOURS", min=0.0, help="Rows not done by then end as batch_expired."
+        "--expires-in",
+        metavar="HOURS",
+        min=0.0,
+        help="Rows not done within so many hours end as batch_expired.",
     ),
 ]
 KeepDays = Annotated[
@@ -38,7 +46,11 @@ KeepDays = Annotated[
 ]
 RetryFailed = Annotated[
     str | None,
-    typer.Option("--retry-failed", metavar="BATCH", help="Only the rows of that batch that have no answer."),
+    typer.Option(
+        "--retry-failed",
+        metavar="BATCH",
+        help="Queue what failed or was cancelled in that batch, bad lines left out, as a new one.",
+    ),
 ]
 BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="A batch id, as submit and list print it.")]
 Redis = Annotated[

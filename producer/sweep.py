@@ -28,7 +28,8 @@ from producer.wire import Failure, Result
 log = logging.getLogger(__name__)
 
 PAGE_ROWS = 500
-MANY_PAGES = 20  # of rows put back by one step
+MANY_PAGES = 20  # looked at by one step at most: so many rows at a time are put back
+STEP_SECONDS = 0.05  # where nothing is put back: a twentieth of a follower's idle second
 WAITING = ("queued", "abandoned")
 # Other rows are lost: ended in RQ, and not by our worker, which writes the log; or what none of ours can be.
 SOUND = ("", "started", *WAITING)
@@ -38,7 +39,7 @@ LOOKS = 200_000  # entries of the queue's list that one step may look at: about 
 
 
 class Sweeper:
-    """Walks one batch again and again, a page at a time: ``step`` costs a few milliseconds."""
+    """Walks one batch again and again, some pages at a time: ``step`` costs about STEP_SECONDS."""
 
     def __init__(self, store: Store, record: Record) -> None:
         from rq import Queue
@@ -54,16 +55,16 @@ class Sweeper:
         self._cursor = 0
 
     def step(self, *, cancel: bool = False) -> int:
-        """End what is lost on the next page, with ``cancel`` or past the batch's time also what waits.
+        """End what is lost on the next pages, with ``cancel`` or past the batch's time also what waits.
 
-        What waits and is nowhere to be taken from is queued again, and the pages after it are looked at, too.
-        Returns the rows ended. Raises StoreError where rows cannot be queued.
+        What waits and is nowhere to be taken from is queued again; then the pages after it are looked at,
+        too, however long that takes. Returns the rows ended. Raises StoreError where rows cannot be queued.
         """
-        ended = 0
+        ended, till = 0, time.monotonic() + STEP_SECONDS
         for _ in range(MANY_PAGES):
             more, back = self._page(cancel)
             ended += more
-            if not back or not self._cursor:
+            if not self._cursor or (not back and time.monotonic() > till):
                 break
         return ended
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from producer.errors import LivebatchError, StoreError, UsageError
+from producer.screen import say
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -67,7 +68,8 @@ DeterministicOption = Annotated[
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(envvar="LIVEBATCH_THREADS", help="Of the model on CPU. Default: all cores.")
+    int | None,
+    typer.Option(envvar="LIVEBATCH_THREADS", help="Threads of the model on CPU. Default: all cores."),
 ]
 QueueOption = Annotated[
     list[str] | None,
@@ -83,14 +85,19 @@ MaxBatchOption = Annotated[
         envvar="LIVEBATCH_MAX_BATCH", help="Most rows in the live batch. Default: 32, on a GPU 256."
     ),
 ]
+KV_MEMORY_HELP = (
+    "Memory for keys and values, such as 2G. Default: for --max-batch rows of full context, "
+    "at most half of what is free; on a GPU what the model leaves."
+)
 KvMemoryOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE", envvar="LIVEBATCH_KV_MEMORY", help="For keys and values, such as 512M or 2G."
-    ),
+    typer.Option(metavar="SIZE", envvar="LIVEBATCH_KV_MEMORY", help=KV_MEMORY_HELP),
 ]
 GraceOption = Annotated[
-    float, typer.Option(metavar="SECONDS", envvar="LIVEBATCH_GRACE", help="On SIGTERM, for rows to end.")
+    float,
+    typer.Option(
+        metavar="SECONDS", envvar="LIVEBATCH_GRACE", help="How long rows in hand may go on after SIGTERM."
+    ),
 ]
 EngineTimeoutOption = Annotated[
     float,
@@ -122,7 +129,8 @@ MetricsPortOption = Annotated[
     ),
 ]
 MetricsHostOption = Annotated[
-    str, typer.Option(metavar="ADDRESS", envvar="LIVEBATCH_METRICS_HOST", help="Of --metrics-port.")
+    str,
+    typer.Option(metavar="ADDRESS", envvar="LIVEBATCH_METRICS_HOST", help="Where --metrics-port listens."),
 ]
 LogFormatOption = Annotated[
     str, typer.Option(metavar="text|json", envvar="LIVEBATCH_LOG_FORMAT", help="Of the lines on stderr.")
@@ -153,7 +161,11 @@ def about(
     worker run --model models/mine                  work until SIGTERM
 
     \b
-    Exit codes: 0 ended as asked, 1 the engine failed, 2 usage, 3 Redis cannot be reached.
+    Exit codes:
+      0  ended as asked
+      1  the engine failed; check: something is not as it should be
+      2  usage, or a file or model folder that cannot be used
+      3  Redis cannot be reached, or would lose rows
     """
 
 
@@ -177,9 +189,10 @@ def run(  # noqa: PLR0917 - Typer passes by name
     metrics_host: MetricsHostOption = "127.0.0.1",
     log_format: LogFormatOption = "text",
 ) -> None:
-    """Work until SIGTERM or Ctrl-C: rows then get their grace, the rest goes back to the front of its queue.
+    """Work until SIGTERM or Ctrl-C.
 
-    A second signal hands everything back at once.
+    Rows in hand then get their --grace, the rest goes back to the front of its queue. A second
+    signal hands everything back at once.
 
     \b
     worker run --model models/smollm2-135m-fp32
@@ -216,11 +229,11 @@ def run(  # noqa: PLR0917 - Typer passes by name
 
 @app.command()
 def build(
-    source: Annotated[Path, typer.Argument(help="A GGUF file of the llama family.")],
+    source: Annotated[Path, typer.Argument(metavar="GGUF", help="A GGUF file of the llama family.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The model folder to write.")],
     precision: Annotated[
         Literal["fp32", "q8", "fp16"] | None,
-        typer.Option(help="cpu: fp32 (default), q8 (a quarter of the size). cuda: fp16."),
+        typer.Option(help="cpu: fp32 (default), q8 (under a third of the size). cuda: fp16."),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="What the model will run on.")] = "cpu",
     bounds: Annotated[
@@ -241,8 +254,10 @@ def build(
         if device == "cpu":
             reference.record(out)
         elif not reference.record_for_cuda(out, source):
-            print(f"{out} gets no reference.json: the model is too large to be run on the CPU for it")
-        print(f"{out} is ready: worker run --model {out}" + (" --device cuda" if device == "cuda" else ""))
+            text = "gets no reference.json: the model is too large to be run on the CPU for it"
+            say(f"{out} {text}", sys.stdout)
+        flag = " --device cuda" if device == "cuda" else ""
+        say(f"{out} is ready: worker run --model {out}{flag}", sys.stdout)
 
 
 @app.command()
@@ -267,7 +282,7 @@ def check(
         )
         wrong = []
         for finding in found:
-            print(finding.line, flush=True)
+            say(finding.line, sys.stdout)
             if finding.is_fatal:
                 wrong.append(finding.subject)
     if wrong:
@@ -284,7 +299,9 @@ def bench(  # noqa: PLR0917 - Typer passes by name
     loop: LoopOption = None,
     deterministic: DeterministicOption = False,
 ) -> None:
-    """Measure the engine alone, without Redis: tokens a second at 1, 8, 32, ... live rows up to --max-batch.
+    """Measure the engine alone, without Redis.
+
+    Tokens a second at 1, 8, 32, ... live rows up to --max-batch.
 
     \b
     worker bench --model models/mine --max-batch 64
@@ -350,7 +367,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except LivebatchError as error:
-        print(f"worker: {error}", file=sys.stderr)
+        say(f"worker: {error}")
         code = {UsageError: Exit.USAGE, StoreError: Exit.REDIS}.get(type(error), Exit.FAILED)
         raise SystemExit(code) from None
 

@@ -41,12 +41,17 @@ class Finding:
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """Findings as they are made. Later questions are asked although an earlier answer was an error."""
+    """Findings as they are made. Later questions are asked although an earlier answer was an error; the same
+    trouble, met again by another question, is told once.
+    """
+    told = set[str]()
     for subject, question in QUESTIONS.items():
         try:
             yield from (Finding(subject, *answer) for answer in question(settings))
         except LivebatchError as error:
-            yield Finding(subject, "error", str(error))
+            if str(error) not in told:
+                told.add(str(error))
+                yield Finding(subject, "error", str(error))
 
 
 Answers = Iterator[tuple[str, str]]

@@ -1,6 +1,10 @@
-"""A client and a worker of a few lines, on the test's Redis."""
+"""A client and a worker of a few lines, on the test's Redis; standard input."""
 
 from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
 
 import pytest
 import redis
@@ -17,3 +21,9 @@ def client(redis_url: str) -> Client:
 @pytest.fixture
 def worker(connection: redis.Redis) -> TinyWorker:
     return TinyWorker(connection)
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """Gives these bytes as standard input, from its beginning."""
+    return lambda data: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))

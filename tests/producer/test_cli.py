@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -387,11 +386,15 @@ def test_the_way_on_bears_what_no_record_says_yet(
 
 @pytest.mark.parametrize("name", ["-", "pipe", "in.jsonl", "*.jsonl"])
 def test_what_can_be_read_only_once_must_be_given_again(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    run: Run,
+    stdin: Callable[[bytes], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ) -> None:
     """The command alone would wait for ever, or find no such file."""
     write(Path("in.jsonl"), rows(1))
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "x"}')))
+    stdin(b'{"prompt": "x"}')
     read, fill = os.pipe()
     os.close(fill)
     monkeypatch.setattr(Store, "create", ctrl_c)
@@ -627,20 +630,24 @@ def test_list(run: Run, batch: list[Any], capsys: pytest.CaptureFixture[str]) ->
     assert [(status["id"], status["state"]) for status in found] == [("m", "waiting")]
 
 
-def test_cancel(run: Run, worker: TinyWorker, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("claimed", "stopped"), [(1, "1 row in a worker's hands is"), (2, "2 rows in workers' hands are")]
+)
+def test_cancel(
+    run: Run, worker: TinyWorker, capsys: pytest.CaptureFixture[str], claimed: int, stopped: str
+) -> None:
+    """A row that is claimed need not run yet: a worker holds up to twice its live batch."""
     write(Path("in.jsonl"), rows(5))
     run("submit", "in.jsonl", "--batch-id", "m")
-    running = worker.claim(1)
+    held, ended = worker.claim(claimed), 5 - claimed
     capsys.readouterr()
     assert run("cancel", "m") == 0
-    assert (
-        "batch m: 0 completed, 0 failed, 4 cancelled, 1 running row is being stopped\n"
-        in capsys.readouterr().err
-    )
+    said = f"batch m: 0 completed, 0 failed, {ended} cancelled, {stopped} being stopped\n"
+    assert capsys.readouterr().err == said
     assert run("cancel", "m", "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["state"], said["cancelled"], said["waiting"]) == ("cancelled", 4, 1)
-    worker.fail(running, "batch_cancelled")
+    assert (said["state"], said["cancelled"], said["waiting"]) == ("cancelled", ended, claimed)
+    worker.fail(held, "batch_cancelled")
     assert run("results", "m", "--follow", "-o", "out.jsonl") == 1
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert {(line["response"], line["error"]["code"]) for line in lines} == {(None, "batch_cancelled")}

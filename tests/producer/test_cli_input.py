@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import subprocess
 import sys
@@ -144,10 +143,10 @@ def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
 @pytest.mark.parametrize("size", [10, 10**6])
 def test_a_copy_that_finds_no_room_is_not_the_fault_of_the_input(
-    run: Run, monkeypatch: pytest.MonkeyPatch, size: int
+    run: Run, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Of a little, the disk is asked only when the copy is closed."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(bytes(size))))
+    stdin(bytes(size))
     full = Path("/dev/full").open("r+b")  # noqa: SIM115 - who asks for a copy closes it
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda **_: full)
     said = f"producer: standard input: no room for its copy in {tempfile.gettempdir()}: set TMPDIR\n"

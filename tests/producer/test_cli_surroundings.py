@@ -88,10 +88,23 @@ def test_rows_of_a_pipe_are_named_after_it(batch: TinyWorker) -> None:
 @pytest.mark.redis
 @pytest.mark.usefixtures("batch")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_stdout_full() -> None:
-    run = shell("results b >/dev/full")
+@pytest.mark.parametrize("command", ["results b", "status", "status --json", "list", "--help", "--version"])
+def test_stdout_full(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of it only leaves at the end."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    run = shell(f"{command} >/dev/full")
     assert run.returncode == 2
-    assert b"producer: standard output: No space left on device" in run.stderr
+    assert run.stderr == b"producer: standard output: No space left on device\n"
+
+
+@pytest.mark.redis
+@pytest.mark.usefixtures("batch")
+@pytest.mark.parametrize("command", ["results b", "status", "--help"])
+def test_a_reader_that_has_seen_enough(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `head`: nothing is said, whenever it is noticed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    run = shell(f"{command} >&4", "mkfifo fifo; (exec 3<fifo) & exec 4>fifo; wait")
+    assert (run.returncode, run.stderr) == (1, b"")
 
 
 @pytest.mark.redis

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -516,7 +514,7 @@ def test_cancel_ends_what_waits_and_keeps_what_ended(
         message = commands.get_message(timeout=5)
     assert json.loads(message["data"]) == {"command": "cancel", "batch": "m"}
     assert (status.state, status.completed, status.failed, status.cancelled) == ("cancelled", 1, 1, 1197)
-    assert status.waiting == 2, "running rows are the worker's to end"
+    assert status.waiting == 2, "claimed rows are the worker's to end"
     assert worker.store.is_cancelled(["m"]) == {"m"}
     assert worker.claim() == [], "cancelled rows are dropped when they are claimed"
     worker.fail(running, "batch_cancelled")
@@ -645,11 +643,8 @@ def test_text_files(client: Client, worker: TinyWorker, tmp_path: Path) -> None:
 
 
 def test_standard_input_can_be_submitted_again(
-    client: Client, worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+    client: Client, worker: TinyWorker, stdin: Callable[[bytes], None]
 ) -> None:
-    def stdin(text: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-
     stdin(b'{"prompt":"x"}\n{"prompt":"y"}\n')
     assert client.submit(["-"], batch_id="m").queued == 2
     stdin(b'{"prompt":"x"}\n{"prompt":"y"}\n')

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -136,11 +135,8 @@ def test_a_retried_batch_is_read_as_it_was(client: Client, worker: TinyWorker, t
 
 
 def test_standard_input_must_be_given_again(
-    client: Client, worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+    client: Client, worker: TinyWorker, stdin: Callable[[bytes], None]
 ) -> None:
-    def stdin(text: bytes) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-
     stdin(b"one\ntwo\n")
     client.submit(["-"], batch_id="m", format="text")
     worker.fail(worker.claim())

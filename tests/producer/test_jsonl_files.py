@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,14 +86,13 @@ def test_damaged_gzip_is_an_error(file: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"a\nb", gzip.compress(b"a\nb")])
-def test_stdin(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    stdin = io.TextIOWrapper(io.BytesIO(content))
-    monkeypatch.setattr(sys, "stdin", stdin)
+def test_stdin(content: bytes, stdin: Callable[[bytes], None]) -> None:
+    stdin(content)
     seen: list[tuple[int, int | None]] = []
     read = list(read_lines("-", on_read=lambda done, size: seen.append((done, size))))
     assert read == [Line(1, b"a\n"), Line(2, b"b")]
     assert seen == [(3, None)]
-    assert not stdin.buffer.closed
+    assert not sys.stdin.buffer.closed
 
 
 def test_a_real_pipe() -> None:

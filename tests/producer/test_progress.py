@@ -95,32 +95,31 @@ def test_running_in_words() -> None:
     assert describe_running(status(0, rows=5, state="open"), Rates()) == "0 of 5+ rows"
 
 
+QUIET = "2 of 100 rows, and no row ended in the last"
+
+
+@pytest.mark.parametrize(
+    ("ended", "shown"),
+    [
+        ([0, 1, 1, 1, 1, 2, 2, 2, 2, 3], [f"{number} of 100 rows" for number in (0, 2, 3)]),
+        ([2] * 150 + [3], ["2 of 100 rows", f"{QUIET} 1:00", f"{QUIET} 2:00", "3 of 100 rows"]),
+    ],
+    ids=["some", "none"],
+)
 def test_lines_come_now_and_then_and_at_the_end(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ended: list[int],
+    shown: list[str],
 ) -> None:
+    """One second after the other: where rows end every few seconds, where none does once a minute."""
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     with Lines() as lines:
-        for second in range(12):
-            clock[0] = 100.0 + second
-            lines.running(status(second))
-    shown = [int(text.split()[0]) for text in capsys.readouterr().err.splitlines()]
-    assert shown == [0, 5, 10, 11]
-
-
-def test_a_batch_in_which_nothing_ends_says_so_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    with Lines() as lines:
-        for second in range(150):
-            clock[0] = 100.0 + second
-            lines.running(status(2))
-        lines.running(status(3))
-    two, three = "2 of 100 rows", "3 of 100 rows"
-    quiet = f"{two}, and no row ended in the last"
-    assert capsys.readouterr().err.splitlines() == [two, f"{quiet} 1:00", f"{quiet} 2:00", three]
+        for rows in ended:
+            lines.running(status(rows))
+            clock[0] += 1
+    assert capsys.readouterr().err.splitlines() == shown
 
 
 def test_a_producer_that_waits_says_so_at_once(

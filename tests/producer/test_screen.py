@@ -113,6 +113,24 @@ def test_complaints_hold_no_controls(files: list[str], arguments: list[str]) -> 
     assert said[0].startswith("producer: ")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["submit", "--no{}"],
+        ["submit", "-{}"],
+        ["submit", "--format", "{}"],
+        ["submit", "--expires-in", "{}"],
+        ["status", "one", "{}"],
+        ["{}"],
+    ],
+)
+def test_usage_errors_hold_no_controls(arguments: list[str]) -> None:
+    """They are Typer's, and repeat what was typed; a pattern of the shell's types names of files."""
+    _, said = shown(*(word.format("\x07\x1b[2J\x7f\x9b31m\n\r\t") for word in arguments))
+    assert len(said) == 4, "usage, where help is, an empty line, and one that says it"
+    assert said[3].startswith("Error: ")
+
+
 @pytest.mark.redis
 def test_submit_prints_no_controls(files: list[str], client: Client, worker: TinyWorker) -> None:
     empty = write(Path("empty\x9b.jsonl"), [])

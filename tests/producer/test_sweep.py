@@ -15,7 +15,7 @@ from tiny_worker import TinyWorker, codes, rows, write
 from producer import completions, sweep
 from producer.client import Client
 from producer.errors import StoreError
-from producer.store import Store, batch_key, counts_key, log_key
+from producer.store import Store, batch_key, counts_key, ids_key, log_key
 from producer.sweep import Sweeper
 from producer.wire import Failure, Result
 
@@ -119,6 +119,24 @@ def test_one_step_puts_back_many_pages(connection: redis.Redis, submit: Submit) 
     while len(queued(connection)) < 1200:
         sweeper.step()
     assert queued(connection) == sorted(row_ids(*range(1, 1201)))
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(0.0, 0), (60.0, 1)])
+def test_a_step_goes_on_for_a_while(
+    connection: redis.Redis,
+    submit: Submit,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    found: int,
+) -> None:
+    """A page a second would take half an hour to come to one lost row of a million."""
+    sweeper = submit(1200)
+    *_, (_, last) = connection.hscan_iter(ids_key("m"), count=sweep.PAGE_ROWS)
+    connection.lrem(QUEUE, 0, f"m-{last.decode()}")
+    monkeypatch.setattr(sweep, "STEP_SECONDS", seconds)
+    monkeypatch.setattr(sweep, "LOOKS", 10**9)
+    sweeper.step()
+    assert connection.llen(QUEUE) == 1199 + found
 
 
 def test_a_long_list_is_looked_at_in_part(

@@ -19,6 +19,7 @@ from worker.logs import Lines
 
 pytestmark = pytest.mark.redis
 NOWHERE = "redis://127.0.0.1:1"
+HOSTILE = "x\x1b[2J\x07\n\x9b"
 FLAGS = ["model", "queue", "redis", "device", "max-batch", "threads", "kv-memory", "burst", "grace"]
 FLAGS += ["sampling-defaults", "max-tokens-default", "engine-timeout"]
 
@@ -43,7 +44,9 @@ def test_help_shows_every_flag_and_an_example() -> None:
         assert f"--{flag}" in shown
     assert "worker run --model models/" in shown
     assert "LIVEBATCH_MAX_BATCH" in shown
-    assert "worker build model.gguf" in run("--help").stdout
+    about, _, commands = run("--help").stdout.partition("Commands:")
+    assert "worker build model.gguf" in about
+    assert "..." not in commands, "what a command does is told in a sentence that fits"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -82,6 +85,25 @@ def test_errors_are_one_line_and_an_exit_code(arguments: list[str], code: int, s
     done = run(*arguments)
     assert done.returncode == code
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "--model", HOSTILE, "--redis", NOWHERE],
+        ["run", "--model", "dummy", "--queue", HOSTILE, "--redis", NOWHERE],
+        ["run", "--model", "dummy", "--device", HOSTILE],
+        ["run", "--model", "dummy", "--max-batch", HOSTILE],
+        ["run", "--model", "dummy", f"--{HOSTILE}"],
+        ["build", HOSTILE, "--out", "no-such-folder"],
+        ["bench", "--model", HOSTILE],
+    ],
+)
+def test_no_control_reaches_a_terminal(arguments: list[str]) -> None:
+    done = run(*arguments)
+    shown = (done.stdout + done.stderr).removesuffix("\n").split("\n")
+    assert [line for line in shown if not line.isprintable()] == []
+    assert any(r"\x1b[2J" in line for line in shown)
 
 
 def test_a_missing_model_folder_is_named(redis_url: str, tmp_path: Path) -> None:
@@ -139,11 +161,8 @@ def test_the_doctor_goes_on_after_an_error() -> None:
 def test_the_doctor_ends_with_the_first_errors_code(tmp_path: Path) -> None:
     done = run("check", "--model", tmp_path / "none", "--redis", NOWHERE)
     assert done.returncode == 3
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("error")] == [
-        "redis",
-        "model",
-        "prompt",
-    ]
+    errors = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("error")]
+    assert errors == ["redis", "model"], "that the prompt cannot run is the same trouble"
 
 
 def test_the_doctor_names_a_broken_folder(redis_url: str, tmp_path: Path) -> None:
