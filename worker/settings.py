@@ -118,7 +118,7 @@ def read(
         threads=_count(threads, "--threads"),
         kv_bytes=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         log_format=_one_of(log_format, LOG_FORMATS, "--log-format"),
-        loop=_one_of(loop or ("plain" if kind == "cpu" else "overlapped"), LOOPS, "--loop"),
+        loop=_one_of(loop or _default_loop(model, kind), LOOPS, "--loop"),
         deterministic=deterministic,
     )
     settings = Settings(
@@ -140,8 +140,11 @@ def read(
 def _check(settings: Settings) -> None:
     """What types do not say. Raises UsageError."""
     engine, port = settings.engine, settings.metrics_port
-    if engine.loop == "overlapped" and engine.gpu is None:
-        raise UsageError("--loop overlapped wants a GPU: the CPU computes a step before it goes on")
+    if engine.loop == "overlapped" and (engine.gpu is None or engine.model == DUMMY):
+        raise UsageError(
+            "--loop overlapped wants a model on a GPU: the CPU, and so the dummy model, computes a step "
+            "before it goes on"
+        )
     if port is not None and not 0 <= port < 2**16:
         raise UsageError(f"--metrics-port is a port, 0 (any free one) to 65535, not {port}")
     if not 0 <= settings.grace_seconds < float("inf"):
@@ -150,6 +153,11 @@ def _check(settings: Settings) -> None:
         raise UsageError(
             f"--engine-timeout wants seconds, more than 0, not {settings.engine_timeout_seconds}"
         )
+
+
+def _default_loop(model: str, kind: str) -> Loop:
+    """The dummy model runs on the CPU, whatever the device."""
+    return "plain" if kind == "cpu" or model == DUMMY else "overlapped"
 
 
 def parse_device(text: str) -> str:

@@ -26,11 +26,16 @@ def test_defaults() -> None:
 
 
 def test_a_gpu_has_other_defaults() -> None:
-    engine = read(device="cuda").engine
+    engine = read(model="mine", device="cuda").engine
     assert (engine.device, engine.gpu, engine.max_batch, engine.loop) == ("cuda:0", 0, 256, "overlapped")
-    told = read(device="cuda:3", max_batch=8, loop="plain", deterministic=True).engine
+    told = read(model="mine", device="cuda:3", max_batch=8, loop="plain", deterministic=True).engine
     assert (told.gpu, told.max_batch, told.loop, told.deterministic) == (3, 8, "plain", True)
     assert (read().engine.gpu, read().engine.loop) == (None, "plain")
+
+
+def test_the_dummy_model_computes_on_the_cpu_whatever_the_device() -> None:
+    """It cannot find tokens that are still promised, which the overlapped loop hands it."""
+    assert read(model="dummy", device="cuda").engine.loop == "plain"
 
 
 def test_what_was_typed() -> None:
@@ -55,7 +60,8 @@ def test_what_was_typed() -> None:
         ({"device": "tpu"}, "--device is cpu, cuda or cuda:N"),
         ({"device": "cuda:x"}, "--device is cpu, cuda or cuda:N"),
         ({"device": "cuda", "loop": "fast"}, "--loop is plain or overlapped"),
-        ({"loop": "overlapped"}, "--loop overlapped wants a GPU"),
+        ({"model": "mine", "loop": "overlapped"}, "--loop overlapped wants a model on a GPU"),
+        ({"device": "cuda", "loop": "overlapped"}, "--loop overlapped wants a model on a GPU"),
         ({"sampling_defaults": "mine"}, "--sampling-defaults is openai or model"),
         ({"engine_timeout": 0.0}, "--engine-timeout wants seconds"),
         ({"queues": ["a", "a=2"]}, "twice"),
