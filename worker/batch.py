@@ -47,3 +47,18 @@ def pack(step: Step, live: LiveBatch) -> Batch:
         logits_rows=ends[step.samples] - 1,
         slots=step.slots.astype(np.int32),
     )
+
+
+def largest(max_rows: int, max_tokens: int, max_length: int, width: int) -> Batch:
+    """A prefill of as many tokens as ``max_rows`` rows may have in one run, all written to the bin."""
+    num_tokens = min(max_tokens, max_rows * max_length)
+    num_rows = -(-num_tokens // max_length)
+    cumulative = np.minimum(np.arange(num_rows + 1) * max_length, num_tokens)
+    return Batch(
+        input_ids=np.zeros(num_tokens, np.int64),
+        cumulative=cumulative.astype(np.int32),
+        past=np.zeros(num_rows, np.int32),
+        block_table=np.zeros((num_rows, width), np.int32),
+        logits_rows=cumulative[1:] - 1,
+        slots=np.zeros(num_rows, np.int32),
+    )

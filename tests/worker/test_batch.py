@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
 from kernels.rows import RowParams
-from worker.batch import Batch, pack
+from worker.batch import Batch, largest, pack
 from worker.blocks import BlockPool, blocks_for
 from worker.live import LiveBatch
 from worker.sequence import Row, Sequence, Step
@@ -74,3 +75,28 @@ def test_any_step_equals_the_token_by_token_statement() -> None:
         for line, (slot, start, count, _) in zip(batch.block_table, slices, strict=True):
             needs = blocks_for(start + count, 4)
             assert line[:needs].tolist() == live.held(np.array([slot]))[:needs].tolist()
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens", "max_length", "counts"),
+    [
+        (1, 8193, 2048, [2048]),  # as of `worker check`: one row, whatever a run could take
+        (2, 8194, 2048, [2048, 2048]),
+        (8, 8200, 512, [512] * 8),
+        (256, 8448, 3000, [3000, 3000, 2448]),
+        (256, 8448, 8192, [8192, 256]),
+        (4, 8196, 131072, [8196]),
+    ],
+)
+def test_the_largest_prefill_has_no_more_rows_than_there_are(
+    max_rows: int, max_tokens: int, max_length: int, counts: list[int]
+) -> None:
+    """Its logits are a row each, and the memory for them is of ``max_rows``."""
+    batch = largest(max_rows, max_tokens, max_length, 9)
+    assert np.diff(batch.cumulative).tolist() == counts
+    assert batch.cumulative[0] == 0
+    assert len(batch.input_ids) == sum(counts)
+    assert batch.logits_rows.tolist() == (np.cumsum(counts) - 1).tolist()
+    assert batch.block_table.shape == (len(counts), 9)
+    assert not batch.block_table.any()
+    assert len(batch.past) == len(batch.slots) == len(counts)

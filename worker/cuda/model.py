@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kernels.feed import Feed
 from producer.errors import UsageError
-from worker.batch import Batch
+from worker.batch import Batch, largest
 from worker.blocks import blocks_for
 from worker.cuda.decode import Decode
 from worker.cuda.graph import Graph
@@ -119,18 +119,5 @@ class CudaModel:
     def _warm_up(self, max_batch: int, max_width: int) -> None:
         """Runs the largest prefill once: the runtime keeps what it took, and need not ask for more later."""
         prefill = Prefill(self._graph, max_batch, self.max_step_tokens, max_width)
-        prefill.run(self._largest(max_width))
+        prefill.run(largest(max_batch, self.max_step_tokens, self.context_length, max_width))
         self._graph.stream.synchronize()
-
-    def _largest(self, max_width: int) -> Batch:
-        """A prefill of as many tokens as a run may have, all written to the bin."""
-        length = min(self.max_step_tokens, self.context_length)
-        rows = self.max_step_tokens // length
-        return Batch(
-            input_ids=np.zeros(rows * length, np.int64),
-            cumulative=np.arange(rows + 1, dtype=np.int32) * np.int32(length),
-            past=np.zeros(rows, np.int32),
-            block_table=np.zeros((rows, max_width), np.int32),
-            logits_rows=np.arange(1, rows + 1) * length - 1,
-            slots=np.zeros(rows, np.int32),
-        )

@@ -20,10 +20,10 @@ class Prefill:
     """``max_rows`` bounds the logits that are asked for, ``max_tokens`` the run."""
 
     def __init__(self, graph: Graph, max_rows: int, max_tokens: int, max_width: int) -> None:
-        rows = max_rows + 1 if graph.folder.is_pruned else max_tokens  # 1: what nobody wanted
+        self._room = max_rows + 1 if graph.folder.is_pruned else max_tokens  # 1: what nobody wanted
         self._graph = graph
         self._staging = Staging(16 * max_tokens + 4 * max_rows * (max_width + 2), graph.stream)
-        self._logits = cp.empty(rows * graph.logits_bytes, cp.uint8)
+        self._logits = cp.empty(self._room * graph.logits_bytes, cp.uint8)
         self._binding = graph.new_binding()
 
     def run(self, batch: Batch, begin: int = 0) -> Addresses:
@@ -34,6 +34,7 @@ class Prefill:
         given, places = len(wanted), np.arange(len(batch.logits_rows))
         if not graph.folder.is_pruned:
             given, places = len(batch.input_ids), batch.logits_rows
+        assert begin + given <= self._room, "the runtime would write past the logits' memory"
         address = self._logits.data.ptr + begin * graph.logits_bytes
         self._bind(batch, wanted)
         graph.bind_logits(self._binding, address, given)
