@@ -20,16 +20,19 @@ class Bisection:
         """Row ids that may run, None for everyone."""
         return self._groups[-1].keys() if self._groups else None
 
-    def failed(self, marks: Mapping[int, int]) -> int | None:
-        """Takes a failed step's rows and what clears each. The guilty row's id, if it was alone."""
+    def failed(self, marks: Mapping[int, int], num_rows: int) -> int | None:
+        """Takes a failed step's rows and what clears each. The guilty row's id, if it was alone.
+
+        ``num_rows``: of the step, those among them that have ended meanwhile.
+        """
         if self._groups:
             self._groups.pop()
-        if len(marks) == 1:
+        if num_rows == 1:
             self._groups.clear()
             return next(iter(marks))
         ids = list(marks)
         half = len(ids) // 2
-        for group in (ids[half:], ids[:half]):
+        for group in filter(None, (ids[half:], ids[:half])):
             self._groups.append({row_id: marks[row_id] for row_id in group})
         return None
 

@@ -207,11 +207,13 @@ class Engine:
         ends = (step.starts + step.counts)[here].tolist()
         ids = [self._live.at(slot).row.id for slot in step.slots[here].tolist()]
         self._scheduler.evict()
+        if not ids:
+            return  # the tokens just landed were the last of all its rows
         if isinstance(error, SeatError):
             self._condemn(error.reasons, error)
         elif isinstance(error, MemoryError) or "out of memory" in str(error):
-            self._make_do(len(ids), error)
-        elif (guilty := self._bisection.failed(dict(zip(ids, ends, strict=True)))) is not None:
+            self._make_do(len(step), error)
+        elif (guilty := self._bisection.failed(dict(zip(ids, ends, strict=True)), len(step))) is not None:
             self._condemn({guilty: error}, error)
 
     def _make_do(self, num_rows: int, error: Exception) -> None:

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from engine_fakes import Ledger, WatchfulSampler, drain, engine_over, row, run_all, solo
+from engine_fakes import (
+    DeviceModel,
+    DeviceSampler,
+    Ledger,
+    WatchfulSampler,
+    drain,
+    engine_over,
+    row,
+    run_all,
+    solo,
+)
 from numpy.typing import NDArray
 
 from kernels.rows import RowParams, Status
@@ -178,6 +188,45 @@ def test_out_of_memory_is_no_rows_fault(caplog: pytest.LogCaptureFixture) -> Non
     assert said == [f"out of memory: at most {limit} live rows for now" for limit in (4, 2, 1)]
 
 
+class FailingDevice(DeviceModel):
+    """Fails once, in its fourth run."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(max_batch=4)
+        self.errors = {4: error}
+        self.runs = 0
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.runs += 1
+        if self.runs in self.errors:
+            self.poison(np.arange(self.num_blocks, dtype=np.int32))
+            raise self.errors[self.runs]
+        return super().run(batch)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("poisoned"), MemoryError("no room")])
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_rows_that_end_while_a_step_fails_leave_no_blame_behind(
+    error: Exception, others: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The third token, which lands after the fourth run has failed, is the first row's last."""
+    prompt, (first, second, third) = [7, 8, 9], solo(row(0, [7, 8, 9], max_tokens=3))[0]
+    assert third not in (first, second)
+    rows = [row(0, prompt, max_tokens=9, eos_ids=(third,))]
+    rows += [row(number, [number], max_tokens=9) for number in range(1, 1 + others)]
+    model = FailingDevice(error)
+    engine = Engine(model, DeviceSampler(model), Policy(max_batch=4, prefill_tokens=16), overlap=True)
+    with caplog.at_level(logging.WARNING):
+        ledger = run_all(engine, rows)
+        later = run_all(engine, [row(9, [5], max_tokens=2)])
+    assert not failed(ledger)
+    assert_equal_alone(ledger, rows)
+    assert_equal_alone(later, [row(9, [5], max_tokens=2)])
+    said = [record.message.partition(":")[0] for record in caplog.records]
+    what_follows = "out of memory" if isinstance(error, MemoryError) else "no row fails by itself"
+    assert said == [f"a step of {1 + others} rows failed", *([what_follows] if others else [])]
+
+
 class FragileSampler(WatchfulSampler):
     """Fails half way through a step whenever a row's sampling seed is 666; the rows before it have drawn."""
 
@@ -296,21 +345,29 @@ def test_a_sampler_that_takes_nobody_is_not_the_rows_fault() -> None:
 def test_bisection_halves_until_a_row_is_alone() -> None:
     bisection = Bisection()
     assert bisection.on_trial is None
-    assert bisection.failed({1: 10, 2: 20, 3: 30, 4: 40}) is None
+    assert bisection.failed({1: 10, 2: 20, 3: 30, 4: 40}, 4) is None
     assert bisection.on_trial == {1, 2}
     assert not bisection.trial_is_over({1: 10, 2: 19}.get)
     assert bisection.trial_is_over({1: 10, 2: None}.get)
     assert bisection.on_trial == {3, 4}
-    assert bisection.failed({3: 5, 4: 6}) is None
+    assert bisection.failed({3: 5, 4: 6}, 2) is None
     assert bisection.on_trial == {3}
-    assert bisection.failed({3: 5}) == 3
+    assert bisection.failed({3: 5}, 1) == 3
+    assert bisection.on_trial is None
+
+
+def test_bisection_tries_a_row_that_is_the_last_of_its_step_alone() -> None:
+    bisection = Bisection()
+    assert bisection.failed({1: 10}, 3) is None
+    assert bisection.on_trial == {1}
+    assert bisection.failed({1: 10}, 1) == 1
     assert bisection.on_trial is None
 
 
 def test_bisection_forgets_a_group_once_its_halves_are_tried() -> None:
     bisection = Bisection()
-    bisection.failed({1: 1, 2: 1, 3: 1, 4: 1})
-    bisection.failed({1: 1, 2: 1})
+    bisection.failed({1: 1, 2: 1, 3: 1, 4: 1}, 4)
+    bisection.failed({1: 1, 2: 1}, 2)
     tried = []
     while bisection.on_trial:
         tried.append(set(bisection.on_trial))
@@ -320,7 +377,7 @@ def test_bisection_forgets_a_group_once_its_halves_are_tried() -> None:
 
 def test_bisection_ends_without_a_verdict_when_every_half_passes() -> None:
     bisection = Bisection()
-    bisection.failed({1: 1, 2: 1})
+    bisection.failed({1: 1, 2: 1}, 2)
     assert bisection.trial_is_over({1: 1}.get)
     assert bisection.trial_is_over({2: 1}.get)
     assert bisection.on_trial is None
