@@ -7,7 +7,8 @@ waited for inside ``enqueue``, but for a bucket's first use; everything is sized
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ MASKED_AT = dict(ROW.fields or {})["masked"][1]  # byte offset in a row
 MAX_TOP = 512  # candidates are found by 960 group maxima
 MAX_VOCABULARY = 1 << 18  # 256 chunks of 1,024 ids; masses of 2**42 then sum below 2**60
 RESULT_BUFFERS = 4  # steps whose results may be outstanding
+OUT_OF_MEMORY = 2  # status of CUDA's runtime and of its driver
 
 
 def bucket_of(rows: int) -> int:
@@ -105,6 +107,17 @@ def new_tables(max_batch: int, vocab_size: int, max_length: int) -> Tables:
     )
 
 
+@contextmanager
+def lack_told() -> Iterator[None]:
+    """MemoryError for CUDA's own errors of that kind, as CuPy raises where its pool finds none."""
+    try:
+        yield
+    except (cp.cuda.runtime.CUDARuntimeError, cp.cuda.driver.CUDADriverError) as error:
+        if error.status == OUT_OF_MEMORY:
+            raise MemoryError(f"the GPU has no memory left: {error}") from error
+        raise
+
+
 def pinned(shape: tuple[int, ...], kind: Any) -> NDArray[Any]:
     """Host memory that the device writes into directly."""
     size = int(np.prod(shape))
@@ -153,10 +166,11 @@ class BatchedSampler:
         self._most_top = logprobs
         self._live = np.zeros(max_batch, bool)
         self._edited = np.zeros(max_batch, bool)  # rows whose logits may need edits
-        with self.stream:
-            self._allocate(logits)
-        self._compile(logits)
-        self.stream.synchronize()
+        with lack_told():
+            with self.stream:
+                self._allocate(logits)
+            self._compile(logits)
+            self.stream.synchronize()
 
     def _allocate(self, logits: LogitsType) -> None:
         n, size = self.max_batch, self.vocab_size
@@ -269,9 +283,10 @@ class BatchedSampler:
     def _graph(self, step: tuple[int, int, int, bool]) -> Any:
         assert self._graphs is not None
         if step not in self._graphs:
-            self.stream.begin_capture()
-            self._launch(*step)
-            self._graphs[step] = self.stream.end_capture()
+            with lack_told():
+                self.stream.begin_capture()
+                self._launch(*step)
+                self._graphs[step] = self.stream.end_capture()
         return self._graphs[step]
 
     def _place(self, addresses: NDArray[np.uint64], slots: NDArray[np.int64], top: NDArray[np.int64]) -> None:

@@ -211,7 +211,7 @@ class Engine:
             return  # the tokens just landed were the last of all its rows
         if isinstance(error, SeatError):
             self._condemn(error.reasons, error)
-        elif isinstance(error, MemoryError) or "out of memory" in str(error):
+        elif isinstance(error, MemoryError):
             self._make_do(len(step), error)
         elif (guilty := self._bisection.failed(dict(zip(ids, ends, strict=True)), len(step))) is not None:
             self._condemn({guilty: error}, error)

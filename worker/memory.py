@@ -1,4 +1,7 @@
-"""How much memory this process may still take: the machine's and, in a container, its limit's."""
+"""Memory: how much this process may still take, of the machine or a container's limit, and who lacks it.
+
+Must not know what the memory is for.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_LACK = ("Failed to allocate memory", "bad_alloc", "out of memory")  # ONNX Runtime's arena, C++, CUDA
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
@@ -15,6 +19,11 @@ def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
     """
     found = [value for value in (_machine(meminfo), _container(cgroup)) if value is not None]
     return min(found, default=4 << 30)
+
+
+def is_lack(error: Exception) -> bool:
+    """Whether a run of ONNX Runtime failed for want of memory. It has words for that and no exception."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _LACK)
 
 
 def _machine(meminfo: Path) -> int | None:

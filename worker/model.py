@@ -18,7 +18,7 @@ from producer.errors import UsageError
 from worker.batch import Batch
 from worker.blocks import blocks_for
 from worker.folder import ModelFolder
-from worker.memory import available_bytes
+from worker.memory import available_bytes, is_lack
 from worker.token_rows import Ids, TokenRows, split
 
 Floats = NDArray[np.float32]
@@ -73,8 +73,19 @@ class OrtModel:
         return int(self._pool.shape[2])
 
     def run(self, batch: Batch) -> Floats:
-        """Stores the batch's keys and values; the logits are valid until the next run. [n, vocab_size]"""
+        """Stores the batch's keys and values; the logits are valid until the next run. [n, vocab_size]
+
+        MemoryError where there is none left, whatever it was that failed for it.
+        """
         assert 0 < len(batch.input_ids) <= self.max_step_tokens
+        try:
+            return self._run_batch(batch)
+        except Exception as error:
+            if is_lack(error):
+                raise MemoryError(f"no memory left for a step: {error}") from error
+            raise
+
+    def _run_batch(self, batch: Batch) -> Floats:
         rows = TokenRows.unpack(batch, self.block_size)
         self._clear(rows.new_blocks)
         logits = self._room_for(len(batch.logits_rows))

@@ -48,7 +48,7 @@ class Model(Protocol):
 
         They are valid until the next run and may be edited. An exception means that this run gave
         nothing and the cache's contents are lost, but the next run may succeed; what is worse must end the
-        process.
+        process. MemoryError: there is none left, and a smaller batch may find enough.
         """
 
 
@@ -67,7 +67,8 @@ class Sampler(Protocol):
     def enqueue(self, logits: Logits, slots: Ints) -> Pending:
         """Draws a token for each of logits' n >= 0 rows, which belong to ``slots`` [n].
 
-        The token joins the row's own state at once. A row that has ended stays as it is.
+        The token joins the row's own state at once. A row that has ended stays as it is. MemoryError as in
+        ``Model.run``.
         """
 
 

@@ -254,6 +254,32 @@ def test_rows_far_apart() -> None:
     np.testing.assert_array_equal(got[0], twins[0].step(z, np.arange(3))[0])
 
 
+@pytest.mark.parametrize("side", ["runtime", "driver"])
+def test_a_graph_there_is_no_memory_for_says_so_by_its_type(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cupy as cp
+
+    from kernels.cuda import OUT_OF_MEMORY, BatchedSampler
+
+    kind = {"runtime": cp.cuda.runtime.CUDARuntimeError, "driver": cp.cuda.driver.CUDADriverError}[side]
+    sampler = BatchedSampler(2, 64, 8)
+    sampler.admit(0, RowParams(max_tokens=2), [1])
+    logits = cp.zeros((1, 64), cp.float32)
+    for status, expected in ((OUT_OF_MEMORY, MemoryError), (1, kind)):
+        with monkeypatch.context() as patch:
+            error = kind(status)
+
+            def fail(*_: object, error: Exception = error) -> None:
+                raise error
+
+            patch.setattr(cp.cuda.Stream, "begin_capture", fail)
+            with pytest.raises(expected):
+                sampler.step(logits, [0])
+    tokens, _ = sampler.step(logits, [0])
+    assert tokens[0] >= 0
+
+
 def test_a_vocabulary_too_large_is_refused() -> None:
     from kernels import cuda
 

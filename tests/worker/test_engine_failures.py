@@ -188,6 +188,21 @@ def test_out_of_memory_is_no_rows_fault(caplog: pytest.LogCaptureFixture) -> Non
     assert said == [f"out of memory: at most {limit} live rows for now" for limit in (4, 2, 1)]
 
 
+def test_only_the_type_says_that_memory_was_short() -> None:
+    """A row that fails with such words fails alone: what a device means by them is the model's business."""
+
+    class Wordy(FragileModel):
+        def run(self, batch: Batch) -> NDArray[np.float32]:
+            if POISON in batch.input_ids:
+                raise RuntimeError("out of memory")
+            return super().run(batch)
+
+    good = plain(7)
+    ledger = run_all(engine_over(Wordy(), max_batch=8), [*good, poisoned(99)])
+    assert failed(ledger) == {99}
+    assert_equal_alone(ledger, good)
+
+
 class FailingDevice(DeviceModel):
     """Fails once, in its fourth run."""
 

@@ -178,6 +178,36 @@ def test_the_kind_must_fit(folder: ModelFolder) -> None:
         OrtModel(replace(folder, kind="cuda-paged"))
 
 
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        ("bfc_arena.cc:360 Failed to allocate memory for requested buffer of size 3145728", MemoryError),
+        (
+            "Non-zero status code returned while running Gather node. Status Message: std::bad_alloc",
+            MemoryError,
+        ),
+        ("CUDA failure 2: out of memory", MemoryError),
+        (
+            "Non-zero status code returned while running Gather node. indices element out of data bounds",
+            RuntimeError,
+        ),
+    ],
+)
+def test_a_run_that_lacks_memory_says_so_by_its_type(
+    model: OrtModel, monkeypatch: pytest.MonkeyPatch, said: str, raised: type[Exception]
+) -> None:
+    """The words of ONNX Runtime under RLIMIT_AS: it raises RuntimeError for everything."""
+
+    class Session:
+        def run_with_iobinding(self, binding: object) -> None:
+            raise RuntimeError(said)
+
+    monkeypatch.setattr(model, "_session", Session())
+    with pytest.raises(raised, match=said) as caught:
+        model.run(make_batch([Part(PROMPT, 0, [1, 2, 3])], model.block_size))
+    assert caught.type is raised
+
+
 def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")

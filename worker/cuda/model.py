@@ -18,6 +18,7 @@ from worker.cuda.graph import Graph
 from worker.cuda.prefill import Prefill
 from worker.divide import divide
 from worker.folder import ModelFolder
+from worker.memory import is_lack
 
 PREFILL_TOKENS = 8192  # of a run; beyond, a prefill is no faster a token
 PREFILL_TOKENS_UNPRUNED = 2048  # where every token gets logits
@@ -81,8 +82,7 @@ class CudaModel:
             return self._run(batch)
         except Exception as error:
             self._must_live()
-            if "allocate memory" in str(error) or cp.cuda.runtime.memGetInfo()[0] < LEAST_FREE:
-                raise MemoryError(f"the GPU has no memory left: {error}") from error
+            _tell_lack(error)
             raise
 
     def _run(self, batch: Batch) -> NDArray[np.uint64]:
@@ -118,6 +118,16 @@ class CudaModel:
 
     def _warm_up(self, max_batch: int, max_width: int) -> None:
         """Runs the largest prefill once: the runtime keeps what it took, and need not ask for more later."""
-        prefill = Prefill(self._graph, max_batch, self.max_step_tokens, max_width)
-        prefill.run(largest(max_batch, self.max_step_tokens, self.context_length, max_width))
-        self._graph.stream.synchronize()
+        try:
+            prefill = Prefill(self._graph, max_batch, self.max_step_tokens, max_width)
+            prefill.run(largest(max_batch, self.max_step_tokens, self.context_length, max_width))
+            self._graph.stream.synchronize()
+        except Exception as error:
+            _tell_lack(error)
+            raise
+
+
+def _tell_lack(error: Exception) -> None:
+    """Raises MemoryError if that is why something failed: what lacks memory does not always say so."""
+    if is_lack(error) or cp.cuda.runtime.memGetInfo()[0] < LEAST_FREE:
+        raise MemoryError(f"the GPU has no memory left: {error}") from error
