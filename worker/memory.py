@@ -5,20 +5,26 @@ Must not know what the memory is for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_CGROUP_FILES = (  # limit, usage, and what of the usage is files' pages that give way, in memory.stat
+    ("memory.max", "memory.current", "inactive_file"),  # control groups of version 2
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # and 1
+)
 _LACK = ("Failed to allocate memory", "bad_alloc", "out of memory")  # ONNX Runtime's arena, C++, CUDA
 
 
-def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes that can be taken without swapping, at most what the control group still allows.
+def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes that can be taken without swapping, at most what the control groups still allow.
 
-    Where neither can be read (not Linux): 4 GiB, a guess that a small machine survives.
+    Where nothing can be read (not Linux): 4 GiB, a guess that a small machine survives.
     """
-    found = [value for value in (_machine(meminfo), _container(cgroup)) if value is not None]
-    return min(found, default=4 << 30)
+    limits = [_machine(meminfo), *map(_allowance, _groups(cgroup, membership))]
+    return min((value for value in limits if value is not None), default=4 << 30)
 
 
 def is_lack(error: Exception) -> bool:
@@ -35,11 +41,37 @@ def _machine(meminfo: Path) -> int | None:
     return next((int(value) * 1024 for value in kib), None)
 
 
-def _container(cgroup: Path) -> int | None:
-    """memory.max less memory.current of control groups version 2; None when there is no limit."""
+def _groups(mount: Path, membership: Path) -> Iterator[Path]:
+    """The control groups that bound this process: its own and those around it.
+
+    A container may see its own where they are mounted, whatever place the membership names.
+    """
+    yield from (mount, mount / "memory")
     try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for _, kinds, path in (line.split(":", 2) for line in lines):
+        if kinds in ("", "memory"):  # version 2, and 1
+            group = Path(path.lstrip("/"))
+            yield from (mount / kinds / each for each in (group, *group.parents))
+
+
+def _allowance(group: Path) -> int | None:
+    """What a control group still allows; None when it sets no limit."""
+    for limit, usage, cached in _CGROUP_FILES:
+        try:
+            most = (group / limit).read_text().strip()
+            used = int((group / usage).read_text())
+        except (OSError, ValueError):
+            continue
+        return max(0, int(most) - used + _counted(group / "memory.stat", cached)) if most.isdigit() else None
+    return None
+
+
+def _counted(stat: Path, name: str) -> int:
+    try:
+        pairs = (line.split() for line in stat.read_text().splitlines())
+        return next((int(value) for key, value in pairs if key == name), 0)
     except (OSError, ValueError):
-        return None
-    return max(0, int(limit) - used) if limit.isdigit() else None
+        return 0

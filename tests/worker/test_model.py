@@ -206,15 +206,3 @@ def test_a_run_that_lacks_memory_says_so_by_its_type(
     with pytest.raises(raised, match=said) as caught:
         model.run(make_batch([Part(PROMPT, 0, [1, 2, 3])], model.block_size))
     assert caught.type is raised
-
-
-def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
-    assert available_bytes(meminfo, tmp_path) == 4000 * 1024
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert available_bytes(meminfo, tmp_path) == 2000000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(meminfo, tmp_path) == 4000 * 1024
-    assert available_bytes(tmp_path / "none", tmp_path) == 4 << 30
