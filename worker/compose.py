@@ -96,8 +96,9 @@ def build_parts(settings: EngineSettings) -> tuple[Model, Sampler]:
     from kernels.cpu import BatchedSampler
 
     model = build_dummy() if settings.model == DUMMY else build_cpu_model(settings)
+    sizes = (settings.max_batch, model.vocab_size, model.context_length)
     with sized_by_batch(settings):
-        return model, BatchedSampler(settings.max_batch, model.vocab_size, model.context_length)
+        return model, BatchedSampler(*sizes, threads=settings.threads)
 
 
 def build_dummy() -> Model:

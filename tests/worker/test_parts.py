@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kernels.cpu import BatchedSampler
 from producer.errors import UsageError
 from worker import compose
 from worker.settings import DUMMY, EngineSettings
@@ -32,3 +33,11 @@ def test_what_is_wrong_with_the_model_does_not(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compose, "build_dummy", failing(ValueError("the file is damaged")))
     with pytest.raises(ValueError, match=r"^the file is damaged"):
         compose.build_engine(EngineSettings(model=DUMMY))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_sampler_keeps_to_the_threads_it_is_given(threads: int) -> None:
+    """Several workers on a machine share its cores; each thread has memory of its own, too."""
+    _, sampler = compose.build_parts(EngineSettings(model=DUMMY, max_batch=8, threads=threads))
+    assert isinstance(sampler, BatchedSampler)
+    assert sampler.threads == threads
