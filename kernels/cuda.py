@@ -19,7 +19,17 @@ from numpy.typing import ArrayLike, NDArray
 from kernels import cuda_code
 from kernels.cuda_code import Kernel, LogitsType
 from kernels.doorway import Doorway
-from kernels.packed import MAX_BIASES, MAX_ENDERS, ROW, Packed, allowed_bits, mask_words, pack, seen_before
+from kernels.packed import (
+    MAX_BIASES,
+    MAX_ENDERS,
+    MAX_VOCABULARY,
+    ROW,
+    Packed,
+    allowed_bits,
+    mask_words,
+    pack,
+    seen_before,
+)
 from kernels.reference import Logprobs
 from kernels.rows import RowParams, Status
 
@@ -28,7 +38,6 @@ ENTRY = np.dtype(
 )
 MASKED_AT = dict(ROW.fields or {})["masked"][1]  # byte offset in a row
 MAX_TOP = 512  # candidates are found by 960 group maxima
-MAX_VOCABULARY = 1 << 18  # 256 chunks of 1,024 ids; masses of 2**42 then sum below 2**60
 RESULT_BUFFERS = 4  # steps whose results may be outstanding
 OUT_OF_MEMORY = 2  # status of CUDA's runtime and of its driver
 

@@ -17,6 +17,7 @@ from kernels.rows import ONE, RowParams, Status
 
 MAX_ENDERS = 128  # EOS, stop and held ids of a row
 MAX_BIASES = 1024  # logit_bias entries of a row
+MAX_VOCABULARY = 1 << 18  # on a GPU: 256 chunks of 1,024 ids; masses of 2**42 then sum below 2**60
 
 
 class Kind(IntEnum):

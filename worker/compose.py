@@ -41,10 +41,10 @@ def build_engine(settings: EngineSettings) -> Engine:
 
 @contextmanager
 def sized_by_batch(settings: EngineSettings) -> Iterator[None]:
-    """What grows with the live batch is made inside; where it does not fit, UsageError names the flag."""
+    """What grows with the live batch is made inside; where memory lacks, UsageError names the flag."""
     try:
         yield
-    except (ValueError, MemoryError) as error:
+    except MemoryError as error:
         raise UsageError(f"--max-batch {settings.max_batch} is more than this model takes: {error}") from None
 
 
@@ -94,8 +94,10 @@ def build_parts(settings: EngineSettings) -> tuple[Model, Sampler]:
         with sized_by_batch(settings):
             return build_cuda_parts(folder, settings)
     from kernels.cpu import BatchedSampler
+    from worker.engine import fit
 
     model = build_dummy() if settings.model == DUMMY else build_cpu_model(settings)
+    fit(build_policy(settings, model), model)  # refuses sizes for which there are not even numbers
     sizes = (settings.max_batch, model.vocab_size, model.context_length)
     with sized_by_batch(settings):
         return model, BatchedSampler(*sizes, threads=settings.threads)

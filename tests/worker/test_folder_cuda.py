@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from onnx import TensorProto, ValueInfoProto, helper
+from tiny_graph import write_tiny_folder
 
 from producer.errors import UsageError
+from worker.compose import build_parts
+from worker.cuda import check
 from worker.folder import ModelFolder
+from worker.settings import EngineSettings
 
 F16, BF16, F32, I32, I64 = (
     TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64,
@@ -37,6 +43,7 @@ def write_folder(
     kv: int = F16,
     logits: int = F16,
     operators: Sequence[str] = ("PagedAttention",),
+    vocab_size: int = VOCAB,
     **decoder: Any,
 ) -> Path:
     """A folder as the builder writes it, with nodes that nobody runs. ``step`` adds or overrides inputs."""
@@ -44,12 +51,12 @@ def write_folder(
     ports = {name: port for name, port in (STEP | dict(step or {})).items() if name not in without}
     caches = [f"{layer}.{kind}" for layer in range(LAYERS) for kind in ("key", "value")]
     inputs = _infos(ports) + _infos({f"past_key_values.{cache}": (kv, CACHE) for cache in caches})
-    outputs = _infos({"logits": (logits, ["num_logits", VOCAB])})
+    outputs = _infos({"logits": (logits, ["num_logits", vocab_size])})
     outputs += _infos({f"present.{cache}": (kv, CACHE) for cache in caches})
     nodes = [helper.make_node(operator, ["input_ids"], [f"made.{operator}"]) for operator in operators]
     model = helper.make_model(helper.make_graph(nodes, "main", inputs, outputs))
     (path / "model.onnx").write_bytes(model.SerializeToString())
-    (path / "genai_config.json").write_text(json.dumps(genai_config(ports, decoder)))
+    (path / "genai_config.json").write_text(json.dumps(genai_config(ports, vocab_size, decoder)))
     return path
 
 
@@ -57,7 +64,7 @@ def _infos(ports: Ports) -> list[ValueInfoProto]:
     return [helper.make_tensor_value_info(name, dtype, shape) for name, (dtype, shape) in ports.items()]
 
 
-def genai_config(inputs: Ports, decoder: Mapping[str, Any]) -> dict[str, Any]:
+def genai_config(inputs: Ports, vocab_size: int, decoder: Mapping[str, Any]) -> dict[str, Any]:
     """The shape of what builder 0.18 writes for a CUDA folder with use_paged_attention."""
     past = {"past_key_names": "past_key_values.%d.key", "past_value_names": "past_key_values.%d.value"}
     present = {"present_key_names": "present.%d.key", "present_value_names": "present.%d.value"}
@@ -80,7 +87,7 @@ def genai_config(inputs: Ports, decoder: Mapping[str, Any]) -> dict[str, Any]:
             "bos_token_id": 1,
             "eos_token_id": 2,
             "pad_token_id": 2,
-            "vocab_size": VOCAB,
+            "vocab_size": vocab_size,
             "context_length": 8192,
             "decoder": sizes | decoder,
         },
@@ -142,3 +149,37 @@ def test_session_entries_are_kept(tmp_path: Path) -> None:
 def test_refuses_by_name_what_it_cannot_serve(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=said):
         ModelFolder.load(write_folder(tmp_path / "model", **changes))
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it is looked for before the folder is."""
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda number: SimpleNamespace(use=lambda: None)))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "max_batch", "said"),
+    [
+        (262_208, 256, "a vocabulary of 262,208 tokens; on a GPU it can have at most 262,144"),
+        (VOCAB, 257, "--max-batch 257: this graph's attention takes 256 rows"),
+    ],
+)
+def test_what_no_gpu_can_run_is_refused_by_its_name(
+    a_gpu: None, tmp_path: Path, vocab_size: int, max_batch: int, said: str
+) -> None:
+    """Before anything is made of its size, and never as a live batch too large."""
+    path = write_folder(tmp_path / "model", vocab_size=vocab_size)
+    with pytest.raises(UsageError, match=said) as raised:
+        build_parts(EngineSettings(model=str(path), device="cuda:0", max_batch=max_batch))
+    assert "more than this model takes" not in str(raised.value)
+
+
+def test_a_cpus_folder_is_refused_on_a_gpu(a_gpu: None, tmp_path: Path) -> None:
+    path = write_tiny_folder(tmp_path / "tiny")
+    with pytest.raises(UsageError, match="cpu-paged model and the device is a GPU: build one"):
+        build_parts(EngineSettings(model=str(path), device="cuda:0"))
+
+
+def test_a_vocabulary_may_be_as_large_as_the_kernels_take(tmp_path: Path) -> None:
+    check(ModelFolder.load(write_folder(tmp_path / "model", vocab_size=262_144)), 256)

@@ -19,14 +19,30 @@ def failing(error: Exception) -> Any:
     return fail
 
 
-@pytest.mark.parametrize("error", [ValueError("too many"), MemoryError("no room")])
-@pytest.mark.parametrize("part", ["kernels.cpu.BatchedSampler", "worker.engine.Engine"])
-def test_what_the_live_batch_sizes_names_its_flag(
-    monkeypatch: pytest.MonkeyPatch, part: str, error: Exception
-) -> None:
-    monkeypatch.setattr(part, failing(error))
-    with pytest.raises(UsageError, match=f"--max-batch 7 is more than this model takes: {error}"):
+PARTS = pytest.mark.parametrize("part", ["kernels.cpu.BatchedSampler", "worker.engine.Engine"])
+
+
+@PARTS
+def test_what_the_live_batch_sizes_names_its_flag(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setattr(part, failing(MemoryError("no room")))
+    with pytest.raises(UsageError, match="--max-batch 7 is more than this model takes: no room"):
         compose.build_engine(EngineSettings(model=DUMMY, max_batch=7))
+
+
+@PARTS
+def test_what_is_wrong_beside_its_size_keeps_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(part, failing(ValueError("shapes differ")))
+    with pytest.raises(ValueError, match=r"^shapes differ") as raised:
+        compose.build_engine(EngineSettings(model=DUMMY, max_batch=7))
+    assert raised.type is ValueError
+
+
+@pytest.mark.parametrize("max_batch", [4096, 10**18])
+def test_more_rows_than_a_step_takes_are_refused_before_anything_is_made_for_them(max_batch: int) -> None:
+    with pytest.raises(UsageError, match=rf"--max-batch {max_batch}: a step .* 1 to 4095\."):
+        compose.build_parts(EngineSettings(model=DUMMY, max_batch=max_batch))
 
 
 def test_what_is_wrong_with_the_model_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels.packed import MAX_VOCABULARY
 from producer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def build_parts(folder: ModelFolder, settings: EngineSettings) -> tuple[CudaMode
             f"--device {settings.device}: {error}. "
             f"`worker check --device {settings.device}` says what is missing."
         ) from error
+    check(folder, settings.max_batch)
     from kernels.cuda import BatchedSampler
     from kernels.feed import Feed
     from worker.cuda.model import CudaModel
@@ -46,3 +48,19 @@ def build_parts(folder: ModelFolder, settings: EngineSettings) -> tuple[CudaMode
         deterministic=settings.deterministic,
     )
     return model, sampler
+
+
+def check(folder: ModelFolder, max_batch: int) -> None:
+    """Raises UsageError for what no GPU can run, before anything is made of its size."""
+    if folder.kind != "cuda-paged":
+        raise UsageError(
+            f"{folder.path} is a {folder.kind} model and the device is a GPU: build one with "
+            "`worker build SOURCE --device cuda --precision fp16`."
+        )
+    if folder.max_batch and max_batch > folder.max_batch:
+        raise UsageError(f"--max-batch {max_batch}: this graph's attention takes {folder.max_batch} rows.")
+    if folder.vocab_size > MAX_VOCABULARY:
+        raise UsageError(
+            f"{folder.path}: a vocabulary of {folder.vocab_size:,} tokens; on a GPU it can have at most "
+            f"{MAX_VOCABULARY:,}."
+        )

@@ -46,17 +46,8 @@ class CudaModel:
         """The pool has ``num_blocks`` blocks, else what fits ``kv_memory_bytes``, else what the GPU has left.
 
         ``deterministic``: a row's logits are the same bits on every run, alone or in any batch, at a price.
-        UsageError when the folder does not fit the runtime or the GPU.
+        UsageError when the folder does not fit the runtime or the GPU; see also ``worker.cuda.check``.
         """
-        if folder.kind != "cuda-paged":
-            raise UsageError(
-                f"{folder.path} is a {folder.kind} model and the device is a GPU: build one with "
-                "`worker build SOURCE --device cuda --precision fp16`."
-            )
-        if folder.max_batch and max_batch > folder.max_batch:
-            raise UsageError(
-                f"--max-batch {max_batch}: this graph's attention takes {folder.max_batch} rows."
-            )
         self.vocab_size = folder.vocab_size
         self.context_length = folder.context_length
         self.block_size = folder.block_size
