@@ -177,7 +177,7 @@ def _refuse_unsupported(config: GenaiConfig) -> None:
         if config.get(key):
             raise config.wrong(key, "left out: this worker serves plain text decoders with one kind of layer")
     layer_types = config.get("model.decoder.layer_types") or []
-    if layer_types != ["full_attention"] * len(layer_types):
+    if not isinstance(layer_types, list) or layer_types != ["full_attention"] * len(layer_types):
         raise config.wrong("model.decoder.layer_types", "full_attention throughout, the only kind served")
     for group in config.items("model.decoder.state_groups"):
         if group.get("kind") != "paged_kv":

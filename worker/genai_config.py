@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from producer.errors import UsageError
+from producer.rules import INT32_MAX
 from worker.own_files import REBUILD
 
 CONFIG_FILE = "genai_config.json"
@@ -52,8 +53,8 @@ class GenaiConfig:
 
     def size(self, key: str) -> int:
         value = self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.wrong(key, "a whole number above 0")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= INT32_MAX:
+            raise self.wrong(key, f"a whole number from 1 to {INT32_MAX}")
         return value
 
     def ids(self, key: str, missing_ok: bool = False) -> tuple[int, ...]:

@@ -12,17 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from kernels.packed import MAX_ENDERS
 from kernels.rows import RowParams, Status
-from producer.errors import RowError
+from producer.errors import RowError, UsageError
+from producer.fields import SAMPLING
+from producer.rules import MAX_STOP_IDS, Rule, flag
 from producer.wire import Choice, Failure, Request, Result, Usage, check_vocabulary, derived_seed
 from worker.chat import Message
 from worker.claims import at_its_line
+from worker.genai_config import CONFIG_FILE
 from worker.sequence import Output, Row
 from worker.stops import StopScanner
 from worker.tokenizer import Tokenizer
 
 Value = TypeVar("Value")
 
+MAX_EOS_IDS = MAX_ENDERS - MAX_STOP_IDS  # of a model: a row may have as many stop ids beside them
+_SEARCH: Mapping[str, Rule] = {**SAMPLING, "do_sample": flag}
 LIKELY_LENGTH = 8  # characters a token; few texts that fit the context have more
 
 ENDINGS: Mapping[Status, tuple[str, str]] = {
@@ -70,12 +76,21 @@ class Defaults:
         search: Mapping[str, Any],
         max_tokens: int | None = None,
     ) -> Defaults:
-        """OpenAI's values, or the model folder's own where ``search`` of genai_config.json gives them."""
+        """OpenAI's values, or the model folder's own where ``search`` of genai_config.json gives them.
+
+        UsageError for a value that no row may have.
+        """
         if sampling_defaults == "openai":
             return cls(max_tokens=max_tokens)
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: search[name] for name in names if search.get(name) is not None}
-        if search.get("do_sample") is False:
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "do_sample")
+        told = {name: search[name] for name in names if search.get(name) is not None}
+        try:
+            given = {name: _SEARCH[name](value, f"search.{name}") for name, value in told.items()}
+        except RowError as error:
+            raise UsageError(
+                f"{CONFIG_FILE}: {error.message}. Mend it, or leave --sampling-defaults model out"
+            ) from error
+        if not given.pop("do_sample", True):
             given["temperature"] = 0.0
         return cls(max_tokens=max_tokens, **given)
 
@@ -84,6 +99,11 @@ class RowPreparer:
     """Turns requests into rows for one model. Keeps no row itself."""
 
     def __init__(self, folder: Model, tokenizer: Tokenizer, defaults: Defaults) -> None:
+        """UsageError for a model that has more EOS ids than rows can carry."""
+        if (count := len(folder.eos_ids)) > MAX_EOS_IDS:
+            raise UsageError(
+                f"{CONFIG_FILE}: model.eos_token_id names {count} tokens; at most {MAX_EOS_IDS} are served"
+            )
         self._folder = folder
         self._tokenizer = tokenizer
         self._defaults = defaults

@@ -75,6 +75,7 @@ def test_takes_the_graphs_own_names_from_the_config(folder: Path) -> None:
     [
         ("model.vocab_size", None, r"model\.vocab_size is missing"),
         ("model.context_length", "8192", r"model\.context_length is '8192'; it must be a whole number"),
+        ("model.context_length", 2**31, r"model\.context_length is 2147483648; .* from 1 to 2147483647"),
         ("model.decoder.head_size", 0, r"model\.decoder\.head_size is 0"),
         ("model.decoder.head_size", 3, r"past_key_values\.0\.key' has shape"),
         ("model.vocab_size", 62, r"logits' has shape"),
@@ -94,6 +95,7 @@ def test_takes_the_graphs_own_names_from_the_config(folder: Path) -> None:
         ("model.vision", {"filename": "vision.onnx"}, r"model\.vision"),
         ("model.decoder.sliding_window", {"window_size": 512}, r"model\.decoder\.sliding_window"),
         ("model.decoder.layer_types", ["full_attention", "linear_attention"], r"layer_types"),
+        ("model.decoder.layer_types", 2, r"layer_types is 2"),
         ("model.decoder.state_groups", {"ssm": {"kind": "fixed_recurrent"}}, r"state_groups is .*paged_kv"),
         ("model.decoder.state_groups", [{"kind": "fixed_conv"}], r"state_groups is .*paged_kv"),
     ],

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import tiny_text
 
+from kernels.cpu import BatchedSampler
 from kernels.rows import RowParams, Status
-from producer.errors import RowError
+from producer.errors import RowError, UsageError
 from producer.wire import Choice, Request, Result, Sampling, Usage, derived_seed
 from worker.rows import LIKELY_LENGTH, Defaults, PreparedRow, RowPreparer
 from worker.sequence import Output
@@ -263,6 +264,42 @@ class TestDefaults:
 
     def test_openais(self) -> None:
         assert Defaults.read("openai", SEARCH, 5) == Defaults(max_tokens=5)
+
+    @pytest.mark.parametrize(
+        ("search", "said"),
+        [
+            ({"top_k": 40.0}, "search.top_k must be an integer from -1 to 2147483647, not 40.0"),
+            ({"top_k": 2**31}, "search.top_k must be an integer"),
+            ({"temperature": -1}, "search.temperature must be a number from 0 to 2, not -1"),
+            ({"temperature": True}, "search.temperature must be a number"),
+            ({"temperature": float("nan")}, "search.temperature must be a number"),
+            ({"top_p": 0}, "search.top_p must be a number above 0"),
+            ({"min_p": 1.5}, "search.min_p must be a number from 0 to 1"),
+            ({"repetition_penalty": 0}, "search.repetition_penalty must be a number above 0"),
+            ({"do_sample": 0}, "search.do_sample must be true or false"),
+        ],
+    )
+    def test_what_no_row_may_ask_for_is_no_default_either(self, search: dict[str, Any], said: str) -> None:
+        with pytest.raises(UsageError, match=rf"^genai_config\.json: {re.escape(said)}.*sampling-defaults"):
+            Defaults.read("model", {**SEARCH, **search})
+        assert Defaults.read("openai", {**SEARCH, **search}) == Defaults()
+
+    def test_whole_numbers_are_numbers(self) -> None:
+        assert Defaults.read("model", {"temperature": 1, "top_p": 1, "top_k": -1}) == Defaults(top_k=-1)
+
+
+class TestEos:
+    def test_a_row_may_have_its_stop_ids_beside_all_of_the_models(self, tokenizer: Tokenizer) -> None:
+        model = tiny_text.TinyModel(eos_ids=tuple(range(64)))
+        row = RowPreparer(model, tokenizer, Defaults()).prepare(
+            request("hi", stop_token_ids=tuple(range(64, 128))), 1
+        )
+        BatchedSampler(1, model.vocab_size, 64, threads=1).admit(0, row.row.params, row.row.prompt)
+
+    def test_more_than_a_row_carries_are_refused_at_once(self, tokenizer: Tokenizer) -> None:
+        model = tiny_text.TinyModel(eos_ids=tuple(range(65)))
+        with pytest.raises(UsageError, match=r"model\.eos_token_id names 65 tokens; at most 64"):
+            RowPreparer(model, tokenizer, Defaults())
 
 
 class Ending:
