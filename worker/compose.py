@@ -6,6 +6,7 @@ its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from producer.errors import LivebatchError, UsageError
 from worker.settings import DUMMY, EngineSettings, Settings
+
+log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 3.0
 
@@ -33,10 +36,22 @@ def build_engine(settings: EngineSettings) -> Engine:
     overlap = settings.loop == "overlapped"
     with sized_by_batch(settings):
         engine = Engine(model, sampler, build_policy(settings, model), overlap=overlap)
+    warn_of_room(engine, model)
     warm_up(engine)
     if settings.gpu is not None and settings.model != DUMMY:
         compare(engine, Path(settings.model))
     return engine
+
+
+def warn_of_room(engine: Engine, model: Model) -> None:
+    """Says what a row can have at most where the cache holds less than the context."""
+    most = engine.load.blocks * model.block_size
+    if most < model.context_length:
+        log.warning(
+            "the KV cache holds %d tokens, so much a row can have at most; the model's context is %d",
+            most,
+            model.context_length,
+        )
 
 
 @contextmanager

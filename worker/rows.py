@@ -117,7 +117,8 @@ class RowPreparer:
         check_vocabulary(request, self._folder.vocab_size)
         prompt = self._prompt(request)
         params = self._params(request, self._max_tokens(request, len(prompt)))
-        row = Row(row_id, prompt, params, streamed=request.sampling.stop is not None)
+        given = request.sampling
+        row = Row(row_id, prompt, params, given.stop is not None, open_ended=given.max_tokens is None)
         return PreparedRow(row, request, self._folder.name, self._tokenizer)
 
     def _prompt(self, request: Request) -> Sequence[int]:

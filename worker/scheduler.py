@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,7 @@ class Scheduler:
     def add(self, row: Row) -> None:
         """Queues a row. One that can never run is refused at once, by an Output."""
         assert row.id not in self._rows, f"row {row.id} is already here"
+        row = self._cut(row) if row.open_ended else row
         refusal = self._refusal(row)
         if refusal:
             self._outputs.append(Output(row.id, (), *refusal))
@@ -340,6 +341,16 @@ class Scheduler:
             news = sequence.output[sequence.num_sent :]
         sequence.num_sent += len(news)
         self._outputs.append(Output(sequence.row.id, news, status, message))
+
+    def _cut(self, row: Row) -> Row:
+        """The row with no more output than the pool holds, if it may have so little."""
+        room = (
+            self._pool.num_usable * self._live.block_size + 1 - len(row.prompt)
+        )  # the last token is never run
+        if row.params.max_tokens <= room:
+            return row
+        most = min(row.params.max_tokens, max(room, row.params.min_tokens, 1))
+        return replace(row, params=replace(row.params, max_tokens=most))
 
     def _refusal(self, row: Row) -> tuple[Status, str] | None:
         num_prompt, max_tokens = len(row.prompt), row.params.max_tokens

@@ -26,6 +26,7 @@ class Row:
     prompt: Seq[int]
     params: RowParams
     streamed: bool = False  # True: Outputs carry this row's new tokens every step (rows with stop strings)
+    open_ended: bool = False  # True: max_tokens is nobody's wish, and is cut to what the cache holds
 
 
 @dataclass(frozen=True, slots=True)

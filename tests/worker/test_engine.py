@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,6 +130,17 @@ def test_a_refused_row_gets_its_output_though_nothing_runs() -> None:
     assert (output.id, output.status) == (5, Status.TOO_LARGE)
     assert not engine.has_work
     assert engine.load.steps == 0
+
+
+def test_rows_that_named_no_max_tokens_share_a_pool_smaller_than_their_context() -> None:
+    """Each may fill it: they make way for one another, and none fails."""
+    model = HashModel(num_blocks=9)  # 32 positions, and the last token needs none
+    rows = [row(i, [i, i + 1, i + 2], max_tokens=125) for i in range(6)]
+    assert model.context_length == 128
+    ledger = run_all(engine_over(model), [replace(one, open_ended=True) for one in rows])
+    for one in rows:
+        expected = solo(replace(one, params=replace(one.params, max_tokens=30)))
+        assert (ledger.tokens[one.id], ledger.endings[one.id].status) == expected
 
 
 def test_cancelling_rows_frees_their_seats_and_touches_nobody() -> None:

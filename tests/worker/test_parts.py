@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from kernels.cpu import BatchedSampler
 from producer.errors import UsageError
 from worker import compose
+from worker.dummy import DummyModel
+from worker.dummy_folder import DummyFolder
 from worker.settings import DUMMY, EngineSettings
 
 
@@ -57,3 +61,17 @@ def test_the_sampler_keeps_to_the_threads_it_is_given(threads: int) -> None:
     _, sampler = compose.build_parts(EngineSettings(model=DUMMY, max_batch=8, threads=threads))
     assert isinstance(sampler, BatchedSampler)
     assert sampler.threads == threads
+
+
+@pytest.mark.parametrize(("num_blocks", "said"), [(101, ["1600", "8192"]), (513, None)])
+def test_a_cache_smaller_than_a_rows_context_is_told(
+    num_blocks: int, said: list[str] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows that name no max_tokens are cut to it, and end as if they had named it."""
+    folder = DummyFolder
+    sizes = {"vocab_size": folder.vocab_size, "echo_id": folder.echo_id, "eos_id": folder.eos_id}
+    monkeypatch.setattr(compose, "build_dummy", lambda: DummyModel(**sizes, num_blocks=num_blocks))
+    with caplog.at_level(logging.WARNING):
+        compose.build_engine(EngineSettings(model=DUMMY, max_batch=2, threads=1))
+    (message,) = [record.message for record in caplog.records] or ("",)
+    assert re.findall(r"\d+", message) == (said or [])

@@ -126,6 +126,14 @@ class TestContext:
         preparer = RowPreparer(tiny_text.TinyModel(), tokenizer, Defaults(max_tokens=cap))
         assert preparer.prepare(request((5,), **fields), 1).row.params.max_tokens == expected
 
+    @pytest.mark.parametrize(("fields", "is_open"), [({}, True), ({"max_tokens": 9}, False)])
+    @pytest.mark.parametrize("cap", [None, 10])
+    def test_the_engine_may_cut_what_the_row_did_not_ask_for(
+        self, tokenizer: Tokenizer, cap: int | None, fields: dict[str, Any], is_open: bool
+    ) -> None:
+        preparer = RowPreparer(tiny_text.TinyModel(), tokenizer, Defaults(max_tokens=cap))
+        assert preparer.prepare(request((5,), **fields), 1).row.open_ended is is_open
+
     def test_the_rows_own_is_not_capped(self, tokenizer: Tokenizer) -> None:
         preparer = RowPreparer(tiny_text.TinyModel(), tokenizer, Defaults(max_tokens=10))
         assert preparer.prepare(request((5,), max_tokens=63), 1).row.params.max_tokens == 63

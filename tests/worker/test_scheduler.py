@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -263,6 +264,35 @@ def test_a_row_that_can_never_run_is_refused_at_once_with_the_numbers(
     assert (output.id, output.tokens, output.status) == (0, (), status)
     assert [word for word in words if word not in output.message] == []
     assert not bench.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "least", "served"),
+    [
+        (29, 200, 0, 20),  # 48 cached positions, as below
+        (48, 200, 0, 1),
+        (29, 20, 0, 20),
+        (29, 7, 0, 7),  # the worker's own default, say
+        (29, 200, 19, 20),
+        (29, 200, 21, None),  # what it has to say does not fit
+        (49, 200, 0, None),  # nor does its prompt
+    ],
+)
+def test_a_row_that_named_no_max_tokens_gets_what_the_pool_holds(
+    prompt: int, given: int, least: int, served: int | None
+) -> None:
+    bench = Bench(num_blocks=13)
+    one = row(0, range(prompt), given, min_tokens=least)
+    bench.add(replace(one, open_ended=True))
+    outputs = []
+    while bench.scheduler.has_work:
+        outputs += bench.commit(bench.plan())
+    (output,) = outputs or bench.scheduler.take_outputs()
+    if served is None:
+        assert output.status == Status.TOO_LARGE
+        assert f"{prompt} prompt tokens + max_tokens {max(1, least)} = " in output.message
+    else:
+        assert (list(output.tokens), output.status) == ([7] * served, Status.LENGTH)
 
 
 def test_a_row_that_fills_the_pool_to_the_last_position_runs() -> None:
