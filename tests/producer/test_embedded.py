@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -87,25 +86,16 @@ def test_a_server_that_dies_is_not_waited_for(tmp_path: Path) -> None:
 # A server that takes its time.
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """Killed; its next start takes 2 seconds and more, twice as long as a silent server gets."""
+def test_a_server_that_loads_its_data_is_waited_for(
+    slow_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded, "START_SECONDS", 1.0)
-    with EmbeddedRedis(tmp_path / "data", extra=("--key-load-delay", "100")) as server:  # microseconds
-        with redis.Redis.from_url(server.url) as connection, connection.pipeline() as pipe:
-            for number in range(20_000):  # it answers after each thousand
-                pipe.set(f"key-{number}", "x")
-            pipe.execute()
-        server.kill()
-        yield server
-
-
-def test_a_server_that_loads_its_data_is_waited_for(slow: EmbeddedRedis) -> None:
+    slow_redis.kill()
     began = time.monotonic()
-    slow.start()
+    slow_redis.start()
     assert time.monotonic() - began > 2.0, "else this shows nothing"
-    with redis.Redis.from_url(slow.url) as connection:
-        assert connection.dbsize() == 20_000
+    with redis.Redis.from_url(slow_redis.url) as connection:
+        assert connection.dbsize() == 50_000
 
 
 @pytest.fixture
