@@ -387,7 +387,7 @@ def _nothing_to_retry(batch_id: str, bad: int) -> str:
 
 def _kept_files(record: Record) -> list[str]:
     """The files that a batch was made of, by name. Raises UsageError where they cannot be read again."""
-    from producer.lines import STDIN
+    from producer.sources import STDIN
 
     names = [file.path for file in record.files]
     if STDIN in names:
@@ -470,10 +470,10 @@ def _require_same_files(standing: Record, wanted: Record) -> None:
 
 
 def _another_input(standing: Record, wanted: Record, before: str, now: str) -> str:
-    from producer.lines import STDIN, STDIN_TITLE
+    from producer.sources import STDIN, title
 
     end = "or submit under a new batch id" if standing.id == wanted.id else "or leave out --retry-failed"
-    what = STDIN_TITLE if now == STDIN else now
+    what = title(now)
     if before == STDIN:
         again = _same_again(standing, wanted.retries)
         return f"{what} is not the input that batch {standing.id} was made of: {again}, {end}"

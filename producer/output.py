@@ -22,7 +22,7 @@ from typing import BinaryIO
 from producer.cursor import is_cursor
 from producer.errors import OutputError, UsageError
 from producer.jsonl import encode_line, flat_line, result_line
-from producer.lines import STDIN
+from producer.sources import STDIN
 from producer.wire import Result
 
 
