@@ -19,6 +19,7 @@ STATES: tuple[State, ...] = ("open", "closed", "cancelled")
 Phase = Literal["queueing", "running", "waiting", "done", "cancelled"]
 DAY_SECONDS = 86_400
 KEEP_SECONDS = 7 * DAY_SECONDS
+DEFAULT_QUEUE = "livebatch"  # of a batch, and of a worker, that is told of none
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from producer import again
+from producer.batch import DEFAULT_QUEUE
 from producer.errors import (
     HalfQueuedError,
     LivebatchError,
@@ -123,7 +124,7 @@ def about(
 @app.command()
 def submit(  # noqa: PLR0917 - Typer passes by name
     files: FilesToSubmit = None,
-    queue: Annotated[str, typer.Option(help="Queue whose workers serve the rows.")] = "livebatch",
+    queue: Annotated[str, typer.Option(help="Queue whose workers serve the rows.")] = DEFAULT_QUEUE,
     batch_id: NewBatchId = None,
     wait: Annotated[bool, typer.Option("--wait", help="Stay to the end and collect the results.")] = False,
     out: Out = None,

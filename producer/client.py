@@ -21,12 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from producer import connection
-from producer.batch import DAY_SECONDS, KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
+from producer.batch import (
+    DAY_SECONDS,
+    DEFAULT_QUEUE,
+    KEEP_SECONDS,
+    Batch,
+    BatchStatus,
+    Progress,
+    Record,
+    WorkerReport,
+)
 from producer.cursor import START, is_cursor
 from producer.errors import HalfQueuedError, NothingToRetryError, StoreError, UsageError
+from producer.fields import BATCH_ID
 from producer.rules import show
 from producer.sizes import check_seconds
-from producer.store import DEFAULT_QUEUE, Store
+from producer.store import Store
 
 if TYPE_CHECKING:
     from producer.completions import Page, Place
@@ -36,7 +46,6 @@ if TYPE_CHECKING:
     from producer.wire import Request, Result
 
 DUPLICATE = "duplicate_custom_id"
-BATCH_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 QUEUE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 OnProgress = Callable[[Progress], None]
@@ -422,8 +431,8 @@ def _named(batch_id: str) -> Iterator[None]:
 
 
 def _check_names(batch_id: str, queue: str) -> None:
-    if not BATCH_ID.fullmatch(batch_id):
-        raise UsageError(f"batch id {batch_id!r}: use 1 to 64 letters, digits, - and _")
+    if not re.fullmatch(BATCH_ID.pattern, batch_id):
+        raise UsageError(f"batch id {batch_id!r}: use {BATCH_ID.wanted}")
     if not QUEUE_NAME.fullmatch(queue):
         raise UsageError(f"queue {queue!r}: use 1 to 128 letters, digits, . : - and _")
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from producer.batch import DEFAULT_QUEUE
+from producer.connection import DEFAULT_URL
 from producer.errors import LivebatchError, StoreError, UsageError
 from producer.screen import say
 
@@ -76,7 +78,7 @@ QueueOption = Annotated[
     typer.Option(
         metavar="NAME[=WEIGHT]",
         envvar="LIVEBATCH_QUEUE",
-        help="Queue to serve; again for more. Each gets its weight's share.  [default: livebatch]",
+        help=f"Queue to serve; again for more. Each gets its weight's share.  [default: {DEFAULT_QUEUE}]",
     ),
 ]
 MaxBatchOption = Annotated[
@@ -135,7 +137,6 @@ MetricsHostOption = Annotated[
 LogFormatOption = Annotated[
     str, typer.Option(metavar="text|json", envvar="LIVEBATCH_LOG_FORMAT", help="Of the lines on stderr.")
 ]
-DEFAULT_URL = "redis://127.0.0.1:6379"
 
 
 def show_version(asked: bool) -> None:
