@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from producer.batch import DEFAULT_QUEUE
 from producer.connection import default_url, redact
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ def collect(batch_id: str, output: Output, redis: str | None) -> str:
 
 def worker(queue: str, url: str) -> str:
     """The command that starts a worker of this queue."""
-    from producer.store import DEFAULT_QUEUE
-
     own_queue = None if queue == DEFAULT_QUEUE else queue
     own_redis = None if url == default_url() else shown(url)
     return _line("worker", "run", "--model", "FOLDER", *flag_words(queue=own_queue, redis=own_redis))

@@ -19,6 +19,7 @@ STATES: tuple[State, ...] = ("open", "closed", "cancelled")
 Phase = Literal["queueing", "running", "waiting", "done", "cancelled"]
 DAY_SECONDS = 86_400
 KEEP_SECONDS = 7 * DAY_SECONDS
+DEFAULT_QUEUE = "livebatch"  # of a batch, and of a worker, that is told of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Progress:
     queued: int = 0
     already: int = 0  # an earlier submission of this batch had added them
     failed: int = 0  # bad lines, also an earlier submission's: each has an error result already
-    fraction: float | None = None  # of the input's bytes; None where its size is unknown
+    fraction: float | None = None  # of the input's bytes; None before any is read
     holding: str = ""  # why it waits for workers just now; "": it does not
 
     @property

@@ -7,19 +7,18 @@ imported by the command that uses it: `producer --help` starts without them.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from producer import again
+from producer.batch import DEFAULT_QUEUE
 from producer.errors import (
     HalfQueuedError,
     LivebatchError,
@@ -48,7 +47,7 @@ from producer.flags import (
 )
 from producer.following import Follower, Outage, queued_line
 from producer.problems import SHOWN_PROBLEMS, Problems, problem_fields
-from producer.screen import safe_json, say
+from producer.screen import flushed, replace_closed_streams, safe_json, say, stdout_failed
 from producer.sizes import check_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ def about(
 @app.command()
 def submit(  # noqa: PLR0917 - Typer passes by name
     files: FilesToSubmit = None,
-    queue: Annotated[str, typer.Option(help="Queue whose workers serve the rows.")] = "livebatch",
+    queue: Annotated[str, typer.Option(help="Queue whose workers serve the rows.")] = DEFAULT_QUEUE,
     batch_id: NewBatchId = None,
     wait: Annotated[bool, typer.Option("--wait", help="Stay to the end and collect the results.")] = False,
     out: Out = None,
@@ -350,38 +349,18 @@ def validate(
 
 def main() -> NoReturn:
     """The console entry point: every error is one line that says what to do."""
-    _replace_closed_streams()
+    replace_closed_streams()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it says how to come back
     try:
-        _run()
+        flushed(app)
     except LivebatchError as error:
         say(f"producer: {error}")
         sys.exit(_code(error))
     except OSError as error:  # of standard input or output: what has a name is explained where it is used
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what is left would fail again at exit
-        if isinstance(error, BrokenPipeError):  # `head` has seen enough: as where Typer meets it
-            sys.exit(Exit.FAILED)
-        say(f"producer: {error.filename or 'standard output'}: {error.strerror or error}")
-        sys.exit(Exit.USAGE)
+        sys.exit(stdout_failed(error, "producer"))
     except SystemExit as done:
         sys.exit(Exit.INTERRUPTED if done.code == CTRL_C else done.code)
     sys.exit(Exit.OK)
-
-
-def _run() -> None:
-    try:
-        app()
-    finally:
-        sys.stdout.flush()  # a disk that is full is met here, and not when nobody can say so any more
-
-
-def _replace_closed_streams() -> None:
-    """Closed stdin, stdout and stderr become the null device: else the next file opened takes the number."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - for good
 
 
 def _code(error: LivebatchError) -> Exit:

@@ -21,12 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from producer import connection
-from producer.batch import DAY_SECONDS, KEEP_SECONDS, Batch, BatchStatus, Progress, Record, WorkerReport
+from producer.batch import (
+    DAY_SECONDS,
+    DEFAULT_QUEUE,
+    KEEP_SECONDS,
+    Batch,
+    BatchStatus,
+    Progress,
+    Record,
+    WorkerReport,
+)
 from producer.cursor import START, is_cursor
 from producer.errors import HalfQueuedError, NothingToRetryError, StoreError, UsageError
+from producer.fields import BATCH_ID
 from producer.rules import show
 from producer.sizes import check_seconds
-from producer.store import DEFAULT_QUEUE, Store
+from producer.store import Store
 
 if TYPE_CHECKING:
     from producer.completions import Page, Place
@@ -36,7 +46,6 @@ if TYPE_CHECKING:
     from producer.wire import Request, Result
 
 DUPLICATE = "duplicate_custom_id"
-BATCH_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 QUEUE_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 OnProgress = Callable[[Progress], None]
@@ -387,7 +396,7 @@ def _nothing_to_retry(batch_id: str, bad: int) -> str:
 
 def _kept_files(record: Record) -> list[str]:
     """The files that a batch was made of, by name. Raises UsageError where they cannot be read again."""
-    from producer.lines import STDIN
+    from producer.sources import STDIN
 
     names = [file.path for file in record.files]
     if STDIN in names:
@@ -422,8 +431,8 @@ def _named(batch_id: str) -> Iterator[None]:
 
 
 def _check_names(batch_id: str, queue: str) -> None:
-    if not BATCH_ID.fullmatch(batch_id):
-        raise UsageError(f"batch id {batch_id!r}: use 1 to 64 letters, digits, - and _")
+    if not re.fullmatch(BATCH_ID.pattern, batch_id):
+        raise UsageError(f"batch id {batch_id!r}: use {BATCH_ID.wanted}")
     if not QUEUE_NAME.fullmatch(queue):
         raise UsageError(f"queue {queue!r}: use 1 to 128 letters, digits, . : - and _")
 
@@ -470,10 +479,10 @@ def _require_same_files(standing: Record, wanted: Record) -> None:
 
 
 def _another_input(standing: Record, wanted: Record, before: str, now: str) -> str:
-    from producer.lines import STDIN, STDIN_TITLE
+    from producer.sources import STDIN, title
 
     end = "or submit under a new batch id" if standing.id == wanted.id else "or leave out --retry-failed"
-    what = STDIN_TITLE if now == STDIN else now
+    what = title(now)
     if before == STDIN:
         again = _same_again(standing, wanted.retries)
         return f"{what} is not the input that batch {standing.id} was made of: {again}, {end}"

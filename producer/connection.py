@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "redis://127.0.0.1:6379"
 CONNECT_SECONDS = 5.0
-OUTAGE_RETRIES = (
-    40  # with waits of at most a second: a Redis that restarts within half a minute is waited for
-)
 NOT_DURABLE = (
     "this Redis keeps no append-only file: if it dies, accepted rows are lost. "
     "Turn it on: redis-cli CONFIG SET appendonly yes"
@@ -57,9 +54,9 @@ def redact(url: str) -> str:
 
 
 def connect(url: str, on_outage: Callable[[], None] = lambda: None) -> Redis:
-    """A connection that waits out a restart of about half a minute; the first contact fails at once.
+    """A connection that waits out half a minute of silence, and any time of loading.
 
-    ``on_outage`` is called again and again while it waits.
+    The first contact fails at once. ``on_outage`` is called again and again while it waits.
     Raises UsageError for a malformed URL, StoreError when nothing answers there.
     """
     import redis
@@ -75,7 +72,7 @@ def connect(url: str, on_outage: Callable[[], None] = lambda: None) -> Redis:
         raise UsageError(not_a_url(url)) from None
     with probe, explained(url):
         probe.ping()
-    return redis.Redis.from_url(url, retry=Retry(Patience(on_outage), OUTAGE_RETRIES), **settings)
+    return redis.Redis.from_url(url, retry=Patience(on_outage), **settings)
 
 
 def not_a_url(url: str) -> str:

@@ -22,9 +22,10 @@ from types import TracebackType
 
 from producer.errors import StoreError
 
-START_SECONDS = 30.0
+START_SECONDS = 30.0  # of silence; a server that says it loads its data may take as long as it takes
 STOP_SECONDS = 10.0
 PORT_ATTEMPTS = 5  # another process may take the free port between our look and the server's bind
+LOOK_SECONDS = 0.01  # between questions whether a server has started; it tells nobody
 WATCH_SECONDS = 0.2  # between looks whether a server in the foreground still lives
 TAKEN = "Address already in use"  # as the server's log says it
 
@@ -55,15 +56,23 @@ class EmbeddedRedis:
     """Context manager around one server process.
 
     ``directory`` None: a temporary one, removed by ``stop``. ``port`` 0: a free one. ``kill`` then ``start``
-    is a crash and a restart: same port, same data. Raises StoreError when no server can be found
-    or it does not come up.
+    is a crash and a restart: same port, same data. ``given_up`` ends, once set, a start that still waits.
+    Raises StoreError when no server can be found or it does not come up.
     """
 
-    def __init__(self, directory: Path | None = None, *, port: int = 0, extra: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        port: int = 0,
+        extra: tuple[str, ...] = (),
+        given_up: threading.Event | None = None,
+    ) -> None:
         self._temporary = directory is None
         self.directory = directory or Path(tempfile.gettempdir()) / f"livebatch-redis-{secrets.token_hex(8)}"
         self.port = port
         self._extra = extra
+        self._given_up = given_up or threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # where the last start's words begin in the log
 
@@ -88,7 +97,8 @@ class EmbeddedRedis:
             self.port = keep or free_port()
             if self._launch(binary):
                 return self
-        said = self._said()
+            if TAKEN not in (said := self._said()):
+                break
         self.stop()
         if TAKEN in said:
             raise StoreError(
@@ -135,11 +145,30 @@ class EmbeddedRedis:
                 stderr=log,
                 start_new_session=True,
             )
-        if _answers(process, self.port):
-            self._process = process
-            return True
-        process.kill()
-        process.wait()
+        self._process = process
+        is_up = False
+        try:
+            is_up = self._answers(process)
+        finally:  # also where somebody would not wait for it
+            if not is_up:
+                self.kill()
+        return is_up
+
+    def _answers(self, process: subprocess.Popen[bytes]) -> bool:
+        """Ask until the server says PONG (LOADING while it reads its file); False when it ends or is silent.
+
+        It must be ours: another one that holds the port answers too, until ours has found out and ended.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        ours = f"\nprocess_id:{process.pid}\r".encode()
+        while time.monotonic() < deadline and process.poll() is None:
+            answer = _ask(self.port)
+            if answer.startswith(b"+PONG") and ours in answer:
+                return True
+            if answer.startswith(b"-LOADING") and ours in answer:
+                deadline = time.monotonic() + START_SECONDS
+            if self._given_up.wait(LOOK_SECONDS):
+                return False
         return False
 
     def _command(self, binary: Path) -> list[str]:
@@ -179,21 +208,6 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
-    """Ask until the server says PONG (LOADING while it reads its file); False when it ends or never does.
-
-    It must be ours: another one that holds the port answers too, until ours has found out and ended.
-    """
-    deadline = time.monotonic() + START_SECONDS
-    ours = f"\nprocess_id:{process.pid}\r".encode()
-    while time.monotonic() < deadline and process.poll() is None:
-        answer = _ask(port)
-        if answer.startswith(b"+PONG") and ours in answer:
-            return True
-        time.sleep(0.01)  # there is no event to wait on: the server is not our code
-    return False
-
-
 def _ask(port: int) -> bytes:
     """What stands on this port says of itself; empty where nothing does."""
     try:
@@ -218,12 +232,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.set())
     try:
-        with EmbeddedRedis(options.directory.resolve(), port=options.port) as server:
+        with EmbeddedRedis(options.directory.resolve(), port=options.port, given_up=asked) as server:
             print(f"{server.url} (data in {server.directory})", flush=True)
             while not asked.wait(WATCH_SECONDS):
                 server.check()
     except StoreError as error:
-        sys.exit(f"error: {error}")
+        if not asked.is_set():
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class Enqueuer:
                 try:
                     return self._attempt(pipe, chunk)
                 except WatchError:  # another producer of this batch, a cancel, or a lost connection
-                    continue
+                    self._store.connection.ping()  # waits where it was that: WATCH alone is never refused
 
     def _halves(self, chunk: Sequence[Row]) -> Progress:
         """In two transactions, of which one may fit where both together did not."""

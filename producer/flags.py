@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from producer.connection import DEFAULT_URL
+
 FILES_HELP = 'JSONL files, patterns, .gz, or "-" for standard input.'
 Files = Annotated[list[str], typer.Argument(metavar="FILES...", help=FILES_HELP)]
 FilesToSubmit = Annotated[
@@ -55,7 +57,7 @@ RetryFailed = Annotated[
 BatchId = Annotated[str, typer.Argument(metavar="BATCH", help="A batch id, as submit and list print it.")]
 Redis = Annotated[
     str | None,
-    typer.Option("--redis", metavar="URL", help="Default: REDIS_URL, else redis://127.0.0.1:6379."),
+    typer.Option("--redis", metavar="URL", help=f"Default: REDIS_URL, else {DEFAULT_URL}."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Format = Annotated[

@@ -1,7 +1,7 @@
 """A file as numbered lines of bytes.
 
-Owns opening (stdin, gzip, byte order marks), splitting on ``\\n`` alone, the cap on a line, and progress.
-Must not know JSON or requests.
+Owns opening (gzip, byte order marks), splitting on ``\\n`` alone, the cap on a line, and progress.
+Must not know JSON, requests or standard input (sources.py copies that into a file).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,8 +18,6 @@ from typing import BinaryIO, cast
 
 from producer.errors import UsageError
 
-STDIN = "-"
-STDIN_TITLE = "standard input"  # how people are told of it
 MAX_LINE_BYTES = 64 * 2**20
 HEAD_BYTES = 4096  # what is kept of a line over the cap: enough to find its custom_id
 REPORT_BYTES = 256 * 1024  # of text between two progress reports
@@ -28,7 +25,7 @@ UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 GZIP_MAGIC = b"\x1f\x8b"
 
-OnRead = Callable[[int, int | None], None]  # bytes of the file read so far, its size (None: unknown)
+OnRead = Callable[[int, int], None]  # bytes of the file read so far, its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,6 @@ class Line:
 
 def check_readable(path: str) -> None:
     """Raise UsageError when ``path`` cannot be read: asked of every file before the first row is queued."""
-    if path == STDIN:
-        return
     if not Path(path).exists():
         raise UsageError(f"{path}: no such file")
     if Path(path).is_dir():
@@ -63,13 +58,13 @@ def read_lines(
     on_read: OnRead | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Line]:
-    """The lines of a file, of gzip data, or of stdin (``-``), in constant memory.
+    """The lines of a file, or of what is packed in it by gzip, in constant memory.
 
     Raises UsageError, with ``title`` (else the path), when the file cannot be opened, is UTF-16, or its gzip
     data is damaged.
     """
     check_readable(path)
-    title = title or (STDIN_TITLE if path == STDIN else path)
+    title = title or path
     number = 0
     try:
         with ExitStack() as stack:
@@ -91,15 +86,14 @@ class _Source:
     """An open input: the stream of text bytes, and where its file stands."""
 
     stream: BinaryIO
-    raw: io.FileIO | None  # None: stdin, whose size nobody knows
+    raw: io.FileIO
     consumed: int = 0
     reported: int = 0
 
     @classmethod
     def open(cls, path: str, stack: ExitStack) -> _Source:
-        raw = None if path == STDIN else stack.enter_context(io.FileIO(path))
-        buffered = io.BufferedReader(raw or cast(io.RawIOBase, sys.stdin.buffer), 2**20)
-        stack.callback(buffered.detach)  # stdin stays open; the file is closed by its own context
+        raw = io.FileIO(path)
+        buffered = stack.enter_context(io.BufferedReader(raw, 2**20))
         if buffered.peek(2)[:2] != GZIP_MAGIC:
             return cls(cast(BinaryIO, buffered), raw)
         unzipped = stack.enter_context(gzip.GzipFile(fileobj=buffered))
@@ -111,10 +105,7 @@ class _Source:
         if on_read is None or (num_bytes is not None and self.consumed - self.reported < REPORT_BYTES):
             return
         self.reported = self.consumed
-        if self.raw is None:
-            on_read(self.consumed, None)
-        else:
-            on_read(self.raw.tell(), os.fstat(self.raw.fileno()).st_size)
+        on_read(self.raw.tell(), os.fstat(self.raw.fileno()).st_size)
 
 
 def _split(stream: BinaryIO, cap: int) -> Iterator[Line]:

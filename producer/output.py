@@ -22,7 +22,7 @@ from typing import BinaryIO
 from producer.cursor import is_cursor
 from producer.errors import OutputError, UsageError
 from producer.jsonl import encode_line, flat_line, result_line
-from producer.lines import STDIN
+from producer.sources import STDIN
 from producer.wire import Result
 
 
@@ -223,21 +223,17 @@ class ResultFile:
         self.close()
 
     def _open(self, path: Path) -> BinaryIO:
-        is_new = not path.exists()
-        if not is_new and not path.is_file() and not path.is_dir():
-            raise UsageError(
-                f"{path} is no file: results go on after a kill only in one. Leave -o out for stdout"
-            )
-        try:
-            stream = self._stack.enter_context(path.open("ab"))
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written: {_reason(error, path)}") from error
+        """The file at its end, ours alone: what is seen or done before the lock may be another producer's."""
+        while True:
+            is_new = not path.exists()
+            stream = _locked(path)
+            if _is_at(stream, path):
+                break
+            stream.close()  # its maker had nothing to write, and has removed it
+        self._stack.enter_context(stream)
         if is_new:
             self._stack.callback(_remove_if_empty, path)
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"{path} is being written by another producer") from None
+        stream.seek(0, os.SEEK_END)
         return stream
 
     def _resume(self, wanted: Checkpoint) -> Checkpoint:
@@ -312,6 +308,32 @@ class ResultFile:
         self._draft_path.replace(self._cursor_path)
 
 
+def _locked(path: Path) -> BinaryIO:
+    """Opened to append. Raises UsageError where it is no file, cannot be written or another one has it."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(
+            f"{path} is no file: results go on after a kill only in one. Leave -o out for stdout"
+        )
+    try:
+        stream = path.open("ab")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {_reason(error, path)}") from error
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        stream.close()
+        raise UsageError(f"{path} is being written by another producer") from None
+    return stream
+
+
+def _is_at(stream: BinaryIO, path: Path) -> bool:
+    """Whether the open file is the one of this name: it may have been removed meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _seen_from(folder: Path, path: Path) -> str:
     return os.path.relpath(os.path.realpath(path), os.path.realpath(folder))
 
@@ -331,4 +353,4 @@ def _settle(stream: BinaryIO) -> int:
 
 def _remove_if_empty(path: Path) -> None:
     if path.exists() and path.stat().st_size == 0:
-        path.unlink()
+        Path(os.path.realpath(path)).unlink()  # not a link to it, which was there before

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from producer.batch import SourceFile
 from producer.errors import UsageError
-from producer.lines import STDIN, STDIN_TITLE, check_readable
+from producer.lines import check_readable
 
+STDIN = "-"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -38,7 +39,7 @@ class Source:
 
 def title(name: str) -> str:
     """What people call the file of this name."""
-    return STDIN_TITLE if name == STDIN else name
+    return "standard input" if name == STDIN else name
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
@@ -55,7 +56,8 @@ def expand(patterns: Sequence[str]) -> list[str]:
     if STDIN in names and len(names) > 1:
         raise UsageError("- (standard input) stands alone: name either it or files")
     for name in names:
-        check_readable(name)
+        if name != STDIN:
+            check_readable(name)
     return names
 
 

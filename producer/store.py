@@ -48,7 +48,6 @@ PREFIX = "livebatch:"
 BATCHES = PREFIX + "batches"
 WORKERS = PREFIX + "workers"
 COMMANDS = PREFIX + "commands"
-DEFAULT_QUEUE = "livebatch"
 
 
 def batch_key(batch_id: str) -> str:

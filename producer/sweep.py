@@ -23,7 +23,7 @@ from producer import scripts
 from producer.batch import Record
 from producer.errors import StoreError
 from producer.store import Store, as_text, batch_key, encode, ids_key, outcome
-from producer.wire import Failure, Result
+from producer.wire import CANCELLED, EXPIRED, Failure, Result
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +157,6 @@ class Sweeper:
                 scripts.END, len(keys), *keys, *self._prefixes, self._record.keep_seconds, *rows
             )
         )
-
-
-CANCELLED = Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
-
-EXPIRED = Failure.of("batch_expired", "the batch's time was over before this row ended")
 
 
 def _is_place(text: bytes) -> bool:

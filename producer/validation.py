@@ -67,7 +67,7 @@ def read_all(
     for index, source in enumerate(sources):
         has_rows = False
 
-        def report(done: int, size: int | None, index: int = index) -> None:
+        def report(done: int, size: int, index: int = index) -> None:
             if progress is not None and size:
                 progress.fraction = (index + done / size) / len(sources)
 

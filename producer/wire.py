@@ -23,7 +23,7 @@ FUNCTION = "livebatch.generate"  # the only RQ function name a worker accepts; n
 Endpoint: TypeAlias = table.Endpoint  # "chat" | "completions"
 Message = dict[str, Any]
 FinishReason = Literal["stop", "length"]
-_JOB_ID = re.compile("([A-Za-z0-9_-]{1,64})-([0-9]{1,10})-([0-9]{1,10})")
+_JOB_ID = re.compile(f"({table.BATCH_ID.pattern})-([0-9]{{1,10}})-([0-9]{{1,10}})")
 
 # A row's own failure carries an HTTP status; what the batch did to it has none (response: null).
 STATUS_CODES: Mapping[str, int | None] = {
@@ -191,6 +191,10 @@ class Failure:
     @classmethod
     def from_error(cls, error: RowError) -> Failure:
         return cls.of(error.code, error.message, error.param)
+
+
+CANCELLED = Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
+EXPIRED = Failure.of("batch_expired", "the batch's time was over before this row ended")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

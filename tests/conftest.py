@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from producer.embedded import EmbeddedRedis
 
@@ -37,6 +40,39 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 def connection(redis_url: str) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(redis_url) as connection:
         yield connection
+
+
+@pytest.fixture
+def slow_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """A server that loads 50,000 keys when it starts again, for 2 seconds and more."""
+    with EmbeddedRedis(tmp_path / "slow", extra=("--key-load-delay", "1")) as server:
+        with redis.Redis.from_url(server.url) as connection, connection.pipeline() as pipe:
+            for number in range(50_000):  # each takes 60 us or more; it answers after a thousand
+                pipe.set(f"key-{number}", "x")
+            pipe.execute()
+        yield server
+
+
+@pytest.fixture
+def reload(slow_redis: EmbeddedRedis) -> Iterator[Callable[[], None]]:
+    """Kills that server and starts it in the background; comes back while it loads its data."""
+    starting = threading.Thread(target=slow_redis.start)
+
+    def reload() -> None:
+        slow_redis.kill()
+        starting.start()
+        with redis.Redis.from_url(slow_redis.url, retry=Retry(NoBackoff(), 0)) as probe:
+            while starting.is_alive():
+                try:
+                    assert not probe.ping(), "it is up: nothing would be shown"
+                except redis.BusyLoadingError:
+                    return
+                except redis.ConnectionError:
+                    starting.join(0.01)
+
+    yield reload
+    if starting.ident:
+        starting.join()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ Owns flags, wording and exit codes. Everything heavy is imported by the command 
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import sys
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from producer.batch import DEFAULT_QUEUE
+from producer.connection import DEFAULT_URL
 from producer.errors import LivebatchError, StoreError, UsageError
-from producer.screen import say
+from producer.screen import flushed, replace_closed_streams, say, stdout_failed
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -39,6 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)  # how printing may end
 
 MODEL_HELP = "A model folder (see `worker build`), or dummy: no model, rows come back as they are."
 ModelOption = Annotated[
@@ -76,7 +81,7 @@ QueueOption = Annotated[
     typer.Option(
         metavar="NAME[=WEIGHT]",
         envvar="LIVEBATCH_QUEUE",
-        help="Queue to serve; again for more. Each gets its weight's share.  [default: livebatch]",
+        help=f"Queue to serve; again for more. Each gets its weight's share.  [default: {DEFAULT_QUEUE}]",
     ),
 ]
 MaxBatchOption = Annotated[
@@ -135,7 +140,6 @@ MetricsHostOption = Annotated[
 LogFormatOption = Annotated[
     str, typer.Option(metavar="text|json", envvar="LIVEBATCH_LOG_FORMAT", help="Of the lines on stderr.")
 ]
-DEFAULT_URL = "redis://127.0.0.1:6379"
 
 
 def show_version(asked: bool) -> None:
@@ -374,7 +378,13 @@ def one_line_errors() -> Iterator[None]:
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    replace_closed_streams()
+    try:
+        flushed(app)
+    except OSError as error:
+        if error.errno not in WRITING:  # not of a stream: a fault of ours, told with its traceback
+            raise
+        raise SystemExit(stdout_failed(error, "worker")) from None
 
 
 if __name__ == "__main__":

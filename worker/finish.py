@@ -145,7 +145,7 @@ class Finisher:
                 try:
                     return self._attempt(pipe, end)
                 except WatchError:
-                    continue
+                    self._connection.ping()  # raises where it was Redis: WATCH alone is never refused
 
     def _attempt(self, pipe: Pipeline, end: Ending) -> int:
         """RQ's own code releases the dependents, in the transaction that ends the row."""

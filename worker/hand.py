@@ -10,12 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from producer.wire import Failure, Request
+from producer.wire import EXPIRED, Failure, Request
 from worker.leases import Claim
 from worker.quarantine import SUSPECT_DEATHS, Quarantine
 from worker.rows import PreparedRow
-
-EXPIRED = Failure.of("batch_expired", "the batch's time was over before this row ended")
 
 
 @dataclass(slots=True, eq=False)

@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from producer.errors import RowError
-from producer.wire import Failure, Request, Result
+from producer.wire import CANCELLED, EXPIRED, Failure, Request, Result
 from worker import claims
-from worker.hand import EXPIRED, Held
+from worker.hand import Held
 from worker.leases import Claim, Lease
 from worker.rows import RowPreparer
 
 log = logging.getLogger(__name__)
-
-CANCELLED = Failure.of("batch_cancelled", "the batch was cancelled before this row ended")
 
 
 @dataclass(slots=True)

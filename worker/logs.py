@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from producer.screen import printable
 from worker.settings import LogFormat
 
 # Nobody here logs a URL unredacted, but a library's error might. Passwords may hold @ / : # ? unescaped.
@@ -29,8 +30,7 @@ class Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line; a traceback's lines follow it."""
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in redact(record.getMessage()))
-        line = f"{_clock(record)} {record.levelname} {_who(record)}: {text}"
+        line = f"{_clock(record)} {record.levelname} {_who(record)}: {printable(redact(record.getMessage()))}"
         return f"{line}\n{redact(self.formatException(record.exc_info))}" if record.exc_info else line
 
 

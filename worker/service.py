@@ -15,7 +15,7 @@ from rq.worker.base import WorkerStatus
 
 from kernels.rows import Status
 from producer.errors import StoreError
-from producer.wire import Failure, Result
+from producer.wire import CANCELLED, Failure, Result
 from worker.claims import MAX_BYTES
 from worker.desk import Connect, Desk
 from worker.diary import Diary
@@ -23,7 +23,7 @@ from worker.events import Cancel, Died, Event, Outputs, Post, Ready, Stop, Wake
 from worker.finish import ending
 from worker.hand import Hand, Held
 from worker.inbox import Inbox
-from worker.intake import CANCELLED, Intake, failed
+from worker.intake import Intake, failed
 from worker.keeper import Keeper
 from worker.leases import Claim, Lease, Leases
 from worker.link import Link

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from producer.batch import DEFAULT_QUEUE
 from producer.errors import UsageError
 from producer.sizes import parse_bytes
 
@@ -26,7 +27,6 @@ LOOPS: tuple[Loop, ...] = ("plain", "overlapped")
 MAX_BATCH = {"cpu": 32, "cuda": 256}  # unless told: on a GPU, as many rows as its attention takes
 
 DUMMY = "dummy"
-DEFAULT_QUEUE = "livebatch"
 
 
 def unique_name() -> str:

@@ -19,8 +19,7 @@ import pytest
 import redis
 from tiny_worker import TinyWorker, rows, write
 
-from producer import cli, completions, enqueue
-from producer import connection as server
+from producer import cli, completions, enqueue, patience
 from producer.client import Client
 from producer.embedded import EmbeddedRedis
 from producer.store import Store
@@ -355,7 +354,7 @@ def test_redis_that_dies_while_rows_are_queued(
 ) -> None:
     """Nobody chose a batch id here: unless it is told, submitting again queues every row a second time."""
     monkeypatch.setattr(enqueue, "CHUNK_ROWS", 2)
-    monkeypatch.setattr(server, "OUTAGE_RETRIES", 0)
+    monkeypatch.setattr(patience, "SILENCE_SECONDS", 0.0)
     write(Path("in.jsonl"), rows(5))
     with EmbeddedRedis(tmp_path / "redis") as dying:
         monkeypatch.setenv("REDIS_URL", dying.url)

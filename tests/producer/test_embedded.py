@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,55 @@ def test_a_server_that_dies_is_not_waited_for(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert said.startswith("error: the embedded Redis ended by itself (killed by SIGKILL): ")
     assert f"Its data is in {tmp_path}: start it again there" in said
+
+
+# A server that takes its time.
+
+
+def test_a_server_that_loads_its_data_is_waited_for(
+    slow_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "START_SECONDS", 1.0)
+    slow_redis.kill()
+    began = time.monotonic()
+    slow_redis.start()
+    assert time.monotonic() - began > 2.0, "else this shows nothing"
+    with redis.Redis.from_url(slow_redis.url) as connection:
+        assert connection.dbsize() == 50_000
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A server that never answers; where it writes its process id."""
+    binary, pids = tmp_path / "redis-server", tmp_path / "pids"
+    binary.write_text(f"#!/bin/sh\necho $$ >>{pids}\nexec sleep 60\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return pids
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_server_that_is_silent_is_killed_and_no_other_port_tried(
+    silent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "START_SECONDS", 1.0)
+    with pytest.raises(StoreError, match="did not start: it said nothing"):
+        EmbeddedRedis().start()
+    (pid,) = silent.read_text().split()
+    assert is_gone(int(pid))
+
+
+def test_who_will_not_wait_for_it_leaves_no_server_behind(silent: Path, tmp_path: Path) -> None:
+    os.mkfifo(silent)  # whoever reads it waits for the server
+    process = foreground(0, tmp_path / "data")
+    pid = int(silent.read_text())
+    process.terminate()
+    assert process.communicate(timeout=20) == ("", "")
+    assert (process.returncode, is_gone(pid)) == (0, True)

@@ -13,8 +13,7 @@ import pytest
 import redis
 from tiny_worker import TinyWorker, rows, write
 
-from producer import again, cli, completions, following
-from producer import connection as server_settings
+from producer import again, cli, completions, following, patience
 from producer.batch import WorkerReport
 from producer.client import Client
 from producer.embedded import EmbeddedRedis
@@ -248,7 +247,7 @@ def test_an_outage_is_told_of_once_and_its_end_too(
 def test_who_gives_up_says_how_to_come_back(
     run: Run, dying: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_settings, "OUTAGE_RETRIES", 3)
+    monkeypatch.setattr(patience, "SILENCE_SECONDS", 0.5)
     code, said = run("results", "m", "--follow", "-o", "out.jsonl", "--flat")
     assert code == 3
     away, last = said.splitlines()

@@ -16,6 +16,7 @@ from producer import wire
 from producer.errors import UsageError
 from producer.jsonl import BadRow, file_names, read_rows
 from producer.lines import Line, check_readable, read_lines
+from producer.sources import readable_twice
 
 ROW = b'{"prompt":"x"}'
 
@@ -88,24 +89,15 @@ def test_damaged_gzip_is_an_error(file: Path) -> None:
 @pytest.mark.parametrize("content", [b"a\nb", gzip.compress(b"a\nb")])
 def test_stdin(content: bytes, stdin: Callable[[bytes], None]) -> None:
     stdin(content)
-    seen: list[tuple[int, int | None]] = []
-    read = list(read_lines("-", on_read=lambda done, size: seen.append((done, size))))
-    assert read == [Line(1, b"a\n"), Line(2, b"b")]
-    assert seen == [(3, None)]
+    with readable_twice(["-"]) as (source,):
+        assert list(read_lines(source.path)) == [Line(1, b"a\n"), Line(2, b"b")]
     assert not sys.stdin.buffer.closed
 
 
 def test_a_real_pipe() -> None:
-    code = (
-        "from producer.jsonl import read_rows\nprint([row.custom_id for row in read_rows('-', batch_id='b')])"
-    )
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        input=ROW + b"\r\n" + ROW,
-        capture_output=True,
-        check=True,
-    )
-    assert run.stdout.strip() == b"['line-1', 'line-2']"
+    command = [sys.executable, "-W", "error", "-m", "producer.cli", "validate", "-", "--json"]
+    run = subprocess.run(command, input=ROW + b"\r\n" + ROW, capture_output=True, check=True)
+    assert run.stdout.strip() == b'{"rows": 2, "bad": 0, "problems": []}'
     assert run.stderr == b""
 
 
@@ -115,7 +107,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             check(str(tmp_path / "nope.jsonl"))
         with pytest.raises(UsageError, match="is a folder; name the files in it"):
             check(str(tmp_path))
-    check_readable("-")
     locked = tmp_path / "locked.jsonl"
     locked.touch()
     check_readable(str(locked))
@@ -175,7 +166,7 @@ def test_progress_counts_the_bytes_of_the_file(file: Path, packed: bool) -> None
     content = (b"x" * 999 + b"\n") * 2000
     file.write_bytes(gzip.compress(os.urandom(1_000_000) + b"\n" + content) if packed else content)
     size = file.stat().st_size
-    seen: list[tuple[int, int | None]] = []
+    seen: list[tuple[int, int]] = []
     for _ in read_lines(str(file), on_read=lambda done, total: seen.append((done, total))):
         pass
     assert 4 <= len(seen) <= 20

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -186,3 +188,76 @@ def test_what_to_delete_to_start_over() -> None:
     os.truncate("e", 1)
     with pytest.raises(UsageError, match=r"^e is shorter .* To start over delete out and out.cursor and e$"):
         collect("out", "b", "e")
+
+
+# Two producers at the same moment.
+
+Role = Callable[[str], ResultFile]
+
+
+def as_out(name: str) -> ResultFile:
+    """The file they meet in is OUT."""
+    return ResultFile(Path("both"), "b", Style())
+
+
+def as_errors(name: str) -> ResultFile:
+    return ResultFile(Path(name), "b", Style(), Path("both"))
+
+
+def just_before(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, act: Callable[[], object]) -> None:
+    """The next call of that function does ``act`` first, once."""
+    real = getattr(owner, name)
+
+    def hooked(*arguments: object) -> object:
+        if arguments[0] == Path("both") or name == "flock":
+            monkeypatch.setattr(owner, name, real)
+            act()
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, hooked)
+
+
+@pytest.mark.parametrize("role", [as_out, as_errors])
+def test_who_comes_second_to_a_new_file_leaves_it_alone(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it saw none when it looked."""
+    winner: list[ResultFile] = []
+    just_before(monkeypatch, Path, "open", lambda: winner.append(role("one")))
+    with pytest.raises(UsageError, match=r"^both is being written by another producer"):
+        role("two")
+    with winner[0]:
+        winner[0].write([failed("b")], "1-0")
+    assert batches("both") == ["b-0-1"]
+    assert not Path("two").exists()
+
+
+@pytest.mark.parametrize("role", [as_out, as_errors])
+def test_a_file_that_its_maker_removes_meanwhile_is_made_again(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = role("one")
+    just_before(monkeypatch, Path, "open", lambda: just_before(monkeypatch, fcntl, "flock", maker.close))
+    with role("two") as second:
+        second.write([failed("b")], "1-0")
+    assert batches("both") == ["b-0-1"]
+
+
+def test_what_another_writes_meanwhile_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file was empty when it was opened."""
+    first = as_out("one")
+
+    def write_and_end() -> None:
+        first.write([failed("b")], "1-0")
+        first.close()
+
+    just_before(monkeypatch, fcntl, "flock", write_and_end)
+    with as_out("two") as second:
+        assert second.cursor == "1-0"
+        second.write([failed("b", 2)], "2-0")
+    assert batches("both") == ["b-0-1", "b-0-2"]
+
+
+def test_a_link_to_a_file_that_was_made_for_nothing_stays() -> None:
+    with ResultFile(Path("link"), "b", Style()):
+        assert Path("out").exists()
+    assert Path("link").is_symlink()
+    assert not Path("out").exists()

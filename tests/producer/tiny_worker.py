@@ -16,8 +16,9 @@ from rq import Queue
 from rq.executions import Execution
 from rq.job import Job, JobStatus
 
+from producer.batch import DEFAULT_QUEUE
 from producer.scripts import LOG_ROWS
-from producer.store import DEFAULT_QUEUE, Serializer, Store, batch_key
+from producer.store import Serializer, Store, batch_key
 from producer.wire import Choice, Failure, Request, Result, Usage
 
 # As the worker's own script does it. ARGV: prompt tokens, completion tokens, when the rows were taken and

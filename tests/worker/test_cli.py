@@ -38,6 +38,35 @@ def run(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+SHORT = ["--help", "--version", "run --help", f"check --model dummy --redis {NOWHERE}"]
+SHORT += ["bench --model dummy --max-batch 1"]
+
+
+def shell(line: str, first: str = "true") -> tuple[int, str]:
+    """``worker <line>`` in a shell, for its redirections: its exit code, and what it said on stderr."""
+    command = ["bash", "-c", f"{first}\nexec {sys.executable} -m worker.cli {line}"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=100, env=buffered)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("line", SHORT)
+def test_a_full_disk_under_standard_output_is_said(line: str) -> None:
+    assert shell(f"{line} >/dev/full") == (2, "worker: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("line", SHORT)
+def test_a_reader_that_has_seen_enough(line: str, tmp_path: Path) -> None:
+    gone = f"mkfifo {tmp_path}/fifo; (exec 3<{tmp_path}/fifo) & exec 4>{tmp_path}/fifo; wait"
+    assert shell(f"{line} >&4", gone) == (1, "")
+
+
+def test_closed_streams_mix_nothing() -> None:
+    """What is opened next would be standard output."""
+    assert shell(f"check --model dummy --redis {NOWHERE} >&-") == (3, "")
+
+
 def test_help_shows_every_flag_and_an_example() -> None:
     shown = run("run", "--help").stdout
     for flag in FLAGS:

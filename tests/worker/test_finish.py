@@ -14,8 +14,10 @@ from rq.registry import CanceledJobRegistry, FailedJobRegistry, FinishedJobRegis
 from rq.results import Result as RqResult
 from rq_rows import BATCH, counts, enqueue, fetch, log, request, returned, status
 
+from producer.embedded import EmbeddedRedis
 from producer.store import Serializer
 from producer.wire import Choice, Failure, Result, Usage
+from worker.compose import connector
 from worker.finish import Ending, Finisher, ending
 from worker.leases import Claim, Leases, recover
 from worker.rq_classes import Entry
@@ -266,6 +268,20 @@ def test_jobs_that_wait_for_a_row_are_released_once(
     assert bench.write(ends) == 2
     assert sorted(line.job_ids) == ([] if code else ["child", "late"])
     assert len(log(connection)) == 2
+
+
+def test_a_redis_that_restarts_meanwhile_is_not_taken_for_a_touched_row(
+    slow_redis: EmbeddedRedis, reload: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it loads its data it takes WATCH and nothing else: the loop must not wait for that."""
+    with connector(slow_redis.url)(5.0) as connection:
+        bench = Bench(connection)
+        enqueue(connection, [request(1)])
+        (claim,) = bench.claim(1)
+        depend(connection, "b-0-1", "child")
+        inside_the_watch_window(monkeypatch, reload)
+        end = ending(claim, completed(claim))
+        assert bench.finisher.write([end]) == (0, [end])
 
 
 @pytest.mark.parametrize("broken", ["counts", "log", "ended:0"])
