@@ -113,11 +113,11 @@ def test_a_row_that_kills_its_whole_worker_every_time_fails_alone(
 def test_rows_whose_workers_are_killed_again_and_again_come_to_their_end(
     redis_url: str, connection: redis.Redis, tmp_path: Path
 ) -> None:
-    given, out = rows(8, size=3000), tmp_path / "out.jsonl"
+    given, out = rows(4, size=2000), tmp_path / "out.jsonl"
     producer(redis_url, "submit", write(tmp_path / "in.jsonl", given), "--batch-id", "b")
 
     def told(field: str) -> list[bytes | None]:
-        return [connection.hget(f"rq:job:b-0-{line}", field) for line in range(1, 9)]
+        return [connection.hget(f"rq:job:b-0-{line}", field) for line in range(1, 5)]
 
     for _ in range(GUILTY_LOSSES - 1):
         before = told("started_at")
