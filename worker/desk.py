@@ -66,9 +66,14 @@ class Desk:
         """Whether the last claim left all queues empty; one of fewer jobs than asked for need not have."""
         return self._leases.is_dry
 
-    def claim(self, room: int) -> list[Claim]:
-        """Up to ``room`` jobs, now ours."""
-        claims = self._leases.claim(room, self._shares.split(room))
+    @property
+    def is_apart(self) -> bool:
+        """Whether the last claim came upon rows that may not run beside others."""
+        return self._leases.is_apart
+
+    def claim(self, room: int, is_free: bool) -> list[Claim]:
+        """Up to ``room`` jobs, now ours. ``is_free``: we have none, and no end of one to write."""
+        claims = self._leases.claim(room, self._shares.split(room), is_free)
         self._shares.took(Counter(claim.lease.queue for claim in claims))
         return claims
 

@@ -18,8 +18,11 @@ from worker import claims
 from worker.hand import Held
 from worker.leases import Claim, Lease
 from worker.rows import RowPreparer
+from worker.scripts import ALONE_LOSSES
 
 log = logging.getLogger(__name__)
+
+GUILTY_LOSSES = ALONE_LOSSES + 3  # the last ones alone, by the rules of a claim
 
 
 @dataclass(slots=True)
@@ -82,6 +85,8 @@ class Intake:
             return claims.failed(claim.lease.job_id, claim.lease.job_id, failure)
 
     def _row(self, claim: Claim) -> Held | Result:
+        if claim.losses >= GUILTY_LOSSES:
+            return lost(claim)
         request = claims.read(claim)
         if isinstance(request, Result):
             return request
@@ -105,6 +110,18 @@ def moment(text: bytes) -> float:
         return min(float(text), inf)
     except ValueError:
         return inf
+
+
+def lost(claim: Claim) -> Result:
+    """The result of a row that ends its workers. It is not even read: that may be what does it."""
+    alone = claim.losses - ALONE_LOSSES
+    failure = Failure.of(
+        "worker_lost",
+        f"{claim.losses} workers vanished while they had this row, {alone} of them with no other row in hand "
+        "(killed with their engines, perhaps for want of memory)",
+    )
+    log.error("row %s fails: %s", claim.lease.job_id, failure.message)
+    return claims.failed(claim.lease.job_id, claim.lease.job_id, failure)
 
 
 def failed(request: Request, failure: Failure) -> Result:

@@ -76,12 +76,14 @@ class Claim:
     enqueued_at: bytes  # RQ's text
     batch_state: bytes = b""  # of the batch its id names,
     batch_expires: bytes = b""  # and unix seconds, where that expires
+    losses: int = 0  # how often it was taken before and its worker vanished
 
 
 class Leases:
     """The leases of one worker on its queues. Raises redis-py's errors when Redis is away.
 
-    ``is_dry``: whether the last claim left all queues empty.
+    ``is_dry``: whether the last claim left all queues empty. ``is_apart``: whether it came upon rows that may
+    not run beside others, since they were lost so often: then no claim makes sense until all rows have ended.
     """
 
     def __init__(self, connection: Redis, worker_name: str, lease_seconds: float, max_bytes: int) -> None:
@@ -91,12 +93,15 @@ class Leases:
         self._token = uuid.uuid4().hex[:20]  # execution ids: unlike any other process's, then counted
         self._claims = count()
         self.is_dry = False
+        self.is_apart = False
         self._claim = connection.register_script(scripts.CLAIM)
         self._renew = connection.register_script(scripts.RENEW)
         self._hand_back = connection.register_script(scripts.HAND_BACK)
 
-    def claim(self, room: int, quotas: Sequence[tuple[str, int]]) -> list[Claim]:
+    def claim(self, room: int, quotas: Sequence[tuple[str, int]], is_free: bool = True) -> list[Claim]:
         """Take and lease up to ``room`` jobs: each queue's quota first, then whatever is there.
+
+        ``is_free``: there is no row in hand, so rows that may not run beside others can be taken.
 
         Fewer although there are more, which ``is_dry`` then says, where prompts are huge (see CLAIM_BYTES) or
         the queues name jobs that others hold.
@@ -105,11 +110,11 @@ class Leases:
         prefix = f"{self._token}{next(self._claims):08x}-"
         given: list[Argument] = [RQ_KEY_PREFIX, self.worker_name, prefix, utcformat(utc_now())]
         given += [self._lease_seconds, room, self._max_bytes, batch_key(""), CLAIM_BYTES]
-        given += [len(scripts.FIELDS), *scripts.FIELDS]
+        given += ["free" if is_free else "", len(scripts.FIELDS), *scripts.FIELDS]
         for queue, quota in quotas:
             given += [queue, quota]
-        claims, is_dry = self._claim(args=given)
-        self.is_dry = bool(is_dry)
+        claims, is_dry, is_apart = self._claim(args=given)
+        self.is_dry, self.is_apart = bool(is_dry), bool(is_apart)
         return [_claim(now, *taken) for taken in claims]
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
@@ -141,7 +146,7 @@ def names(leases: Iterable[Lease]) -> list[str]:
     return [part for lease in leases for part in (lease.queue, lease.job_id, lease.execution_id)]
 
 
-def _claim(now: float, queue: bytes, job_id: bytes, execution: bytes, values: list[bytes | None]) -> Claim:
+def _claim(now: float, queue: bytes, job_id: bytes, execution: bytes, values: list[Any]) -> Claim:
     lease = Lease(queue.decode(), job_id.decode(errors="replace"), execution.decode(), now)
-    found = [value or b"" for value in values] or [b""] * len(scripts.FIELDS)
+    found: list[Any] = [b"" if value is None else value for value in values] or [b""] * len(scripts.FIELDS)
     return Claim(lease, bool(execution), *found)

@@ -5,10 +5,11 @@ Integers only. Knows nothing of processes, Redis or tokens.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 SUSPECT_DEATHS = 2  # an engine can die once by accident
+GUILTY_DEATHS = 2  # with no other row in it; those in company prove nothing, many rows shared them
 
 
 class Quarantine:
@@ -21,6 +22,7 @@ class Quarantine:
     def __init__(self) -> None:
         self._groups: deque[set[int]] = deque()
         self._newest_first = False  # which half is tried first
+        self._alone: Counter[int] = Counter()  # deaths of each row with no other in the engine
 
     @property
     def is_active(self) -> bool:
@@ -46,10 +48,13 @@ class Quarantine:
         if self._groups and not self._groups[0].isdisjoint(running):
             self._groups.popleft()
         suspects = [row for row, count in zip(running, deaths, strict=True) if count >= SUSPECT_DEATHS]
-        if len(running) == 1 and suspects:
+        alone = running[0] if len(running) == 1 else None
+        if alone is not None:
+            self._alone[alone] += 1
+        if alone is not None and self._alone[alone] >= GUILTY_DEATHS:
             self._groups.clear()  # the others were in bad company: free until the engine dies again
             self._newest_first = not self._newest_first  # its neighbours may be like it, others are not
-            return suspects[0]
+            return alone
         half = (len(suspects) + 1) // 2
         halves = [suspects[half:], suspects[:half]]
         if self._newest_first:
@@ -59,6 +64,7 @@ class Quarantine:
 
     def left(self, row: int) -> None:
         """The row is no longer in our hands: it ended, was cancelled or was handed back."""
+        self._alone.pop(row, None)
         for group in self._groups:
             group.discard(row)
         self._groups = deque(group for group in self._groups if group)

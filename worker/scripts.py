@@ -18,6 +18,11 @@ from __future__ import annotations
 
 from producer.scripts import LOG_ROWS
 
+# Of a row that was taken so often and neither ended nor handed back, since its worker vanished. Machines do
+# vanish, so it is taken as any other at first; then in small company, and in the end with no other row.
+SUSPECT_LOSSES = 2
+ALONE_LOSSES = 3
+
 # What of a job a worker looks at; nothing else of the hash is fetched. The order is Claim's in leases.py.
 FIELDS = (
     "data",
@@ -89,31 +94,54 @@ local function forget(worker, queue, id, execution)
   redis.pcall('SREM', rq .. ':worker:' .. worker .. ':executions', run)
 end
 
--- Back to the front of its queue, as if it had never been taken; no retry is consumed. A job that its list
--- does not name would be lost, so that comes first.
+-- Back to the front of its queue; no retry is consumed. A job that its list does not name would be lost, so
+-- that comes first.
 local function requeue(queue, id, now)
   redis.call('LPUSH', rq .. ':queue:' .. queue, id)
-  redis.call('HSET', job_key(id), 'status', 'queued', 'worker_name', '', 'started_at', '', 'enqueued_at', now)
+  redis.call('HSET', job_key(id), 'status', 'queued', 'worker_name', '', 'enqueued_at', now)
 end
 """
 
 # ARGV: rq, worker, execution prefix, now (RQ's text), lease seconds, room, largest data in bytes, our prefix
-#       of batches' keys, data in bytes after which no more is taken, the number of fields, the fields, then
-#       (queue, quota) for each queue in order of priority.
-# Returns for each id taken: queue, id, execution, field values, its batch's state and when that expires; and
-# beside the ids, whether all queues are empty now (1 or 0). execution '' means that it was not started: the
-# list named something that is no job of RQ's, or one that already ended. data is its size if too large.
+#       of batches' keys, data in bytes after which no more is taken, 'free' where the worker has no row in
+#       hand, the number of fields, the fields, then (queue, quota) for each queue in order of priority.
+# Returns for each id taken: queue, id, execution, field values, its batch's state and when that expires, how
+# often it was lost; and beside the ids, whether all queues are empty now (1 or 0), and whether a row came up
+# that may not run beside others (1 or 0): such rows were taken, and no others, or one waits for a worker that
+# is free. execution '' means that it was not started: the list named something that is no job of RQ's, or one
+# that already ended. data is its size if too large.
 CLAIM = (
     _LEASE
+    + f"local SUSPECT, ALONE = {SUSPECT_LOSSES}, {ALONE_LOSSES}"
     + """
 local worker, prefix, text, batches = ARGV[2], ARGV[3], ARGV[4], ARGV[8]
 local lease, room, largest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local bytes, num_fields = tonumber(ARGV[9]), tonumber(ARGV[10])
-local fields = {unpack(ARGV, 11, 10 + num_fields)}
+local bytes, num_fields = tonumber(ARGV[9]), tonumber(ARGV[11])
+local fields = {unpack(ARGV, 12, 11 + num_fields)}
+fields[num_fields + 1], fields[num_fields + 2] = 'started_at', 'livebatch_losses'
 local ended = {finished = true, failed = true, canceled = true, stopped = true}
 local claims, taken = {}, 0
+local few, met = math.max(2, math.floor(room / 16)), 0
+local apart = ARGV[10] == 'free'  -- suspects alone may be taken; else all but suspects
 
-local function start(queue, id, execution)
+-- How often a row was lost: as noted, and once more if it waits although it was started. Whoever puts lost
+-- rows back (RECOVER, RQ's clean-up, producers) leaves started_at as it is; HAND_BACK empties it.
+local function losses_of(started_at, noted)
+  local losses = noted and tonumber(string.match(noted, '^%d%d?$')) or 0
+  return (started_at or '') == '' and losses or losses + 1
+end
+
+-- Whether a row so often lost may be taken now: suspects a few at a time, at last one, and no other row.
+local function may_take(losses)
+  if losses < SUSPECT then return not apart end
+  met = 1
+  local seats = losses < ALONE and few or 1
+  if not apart or taken >= seats then return false end
+  room = math.min(room, seats)
+  return true
+end
+
+local function start(queue, id, execution, losses)
   local run = id .. ':' .. execution
   redis.call('HSET', rq .. ':execution:' .. run, 'id', execution, 'job_id', id,
              'created_at', clock, 'last_heartbeat', clock, 'worker_name', worker)
@@ -123,26 +151,34 @@ local function start(queue, id, execution)
   redis.call('SADD', rq .. ':worker:' .. worker .. ':executions', run)
   redis.call('HSET', job_key(id), 'status', 'started', 'started_at', text, 'worker_name', worker,
              'last_heartbeat', text)
+  if losses > 0 then redis.call('HSET', job_key(id), 'livebatch_losses', losses) end
   redis.call('PERSIST', job_key(id))
 end
 
--- Field values, cut short where they are absurd: a hostile hash must not travel.
+-- Field values, cut short where they are absurd: a hostile hash must not travel. And the row's losses.
 local function look(id)
   local size = redis.pcall('HSTRLEN', job_key(id), 'data')
-  if type(size) == 'table' then return nil end
+  if type(size) == 'table' then return nil, 0 end
   local values = redis.call('HMGET', job_key(id), unpack(fields, 2))
+  local losses = losses_of(values[num_fields], values[num_fields + 1])
   for i = 1, num_fields - 1 do values[i] = string.sub(values[i] or '', 1, 200) end
   table.insert(values, 1, size > largest and tostring(size) or redis.call('HGET', job_key(id), 'data'))
   local batch = redis.pcall('HMGET', batches .. string.gsub(id, '%-%d+%-%d+$', ''), 'state', 'expires')
   for i = 1, 2 do values[num_fields + i] = batch[i] or '' end
-  return values
+  values[num_fields + 3] = losses
+  return values, losses
 end
 
 local function take(queue)
   local id = redis.pcall('LPOP', rq .. ':queue:' .. queue)
   if type(id) ~= 'string' then return false end
+  local values, losses = nil, 0
+  if string.match(id, '^[%w_-]+$') then values, losses = look(id) end
+  if not may_take(losses) then
+    redis.call('LPUSH', rq .. ':queue:' .. queue, id)
+    return false
+  end
   taken = taken + 1
-  local values = string.match(id, '^[%w_-]+$') and look(id)
   if not values then
     claims[#claims + 1] = {queue, string.sub(id, 1, 200), '', {}}
   elseif not values[1] and values[2] == '' or ended[values[2]] then
@@ -150,26 +186,27 @@ local function take(queue)
   elseif not (values[2] == 'started' and is_leased(queue, id)) then
     local execution = prefix .. taken
     bytes = bytes - #(values[1] or '')
-    start(queue, id, execution)
+    start(queue, id, execution, losses)
     claims[#claims + 1] = {queue, id, execution, values}
   end
   return true
 end
 
 make_way(rq .. ':worker:' .. worker .. ':executions', 'set')
-for i = 11 + num_fields, #ARGV, 2 do make_way(wip_key(ARGV[i]), 'zset') end
-for first = 1, 2 do  -- each queue's quota, then whoever has rows
-  for i = 11 + num_fields, #ARGV, 2 do
-    local quota = first == 1 and tonumber(ARGV[i + 1]) or room
+for i = 12 + num_fields, #ARGV, 2 do make_way(wip_key(ARGV[i]), 'zset') end
+for pass = apart and 0 or 1, 2 do  -- suspects in front; each queue's quota; whoever has rows
+  for i = 12 + num_fields, #ARGV, 2 do
+    local quota = pass == 1 and tonumber(ARGV[i + 1]) or room
     while quota > 0 and taken < room and bytes > 0 and take(ARGV[i]) do quota = quota - 1 end
   end
+  apart = apart and taken > 0
 end
 redis.call('EXPIRE', rq .. ':worker:' .. worker .. ':executions', math.ceil(lease) + 60)
 local is_dry = 1
-for i = 11 + num_fields, #ARGV, 2 do  -- an empty list is no key
+for i = 12 + num_fields, #ARGV, 2 do  -- an empty list is no key
   if redis.pcall('TYPE', rq .. ':queue:' .. ARGV[i]).ok == 'list' then is_dry = 0 end
 end
-return {claims, is_dry}
+return {claims, is_dry, met}
 """
 )
 
@@ -296,6 +333,7 @@ for i = #ARGV - 2, 4, -3 do
   if not ours or is_list then forget(ARGV[2], queue, id, execution) end
   if ours and is_list then
     requeue(queue, id, ARGV[3])
+    redis.call('HSET', job_key(id), 'started_at', '')  -- as if it had never been taken: it is not lost
     returned = returned + 1
   end
 end

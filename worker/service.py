@@ -33,6 +33,7 @@ from worker.maintenance import Maintenance
 from worker.meter import Meter
 from worker.metrics import Metrics, Unmeasured
 from worker.rows import RowPreparer
+from worker.scripts import SUSPECT_LOSSES
 from worker.settings import Settings
 from worker.warden import Engine, Warden
 
@@ -216,20 +217,29 @@ class Service:
         held = len(self._intake) + self._hand.num_waiting + self._warden.owed + len(self._desk.endings)
         return self._settings.room - held
 
+    @property
+    def _is_free(self) -> bool:
+        """No row would be lost with us."""
+        return not (self._hand or self._intake or self._warden.owed or self._desk.endings)
+
     def _may_claim(self) -> bool:
         """Several rows at a time: one by one, a claim would cost each row a millisecond."""
         if self._is_dry or self._is_suspended or not self._warden.is_ready or self._stop_at is not None:
             return False
+        if self._desk.is_apart and not self._is_free:
+            return False
         return self._room >= max(1, self._settings.engine.max_batch // 4)
 
     def _claim(self) -> None:
-        claimed = self._desk.claim(self._room)
+        claimed = self._desk.claim(self._room, self._is_free)
         if claimed and not self._hand:
             self._report_at = 0.0  # idle no more: say so now
         if self._desk.is_dry:
             self._is_dry = True
             for waiter in self._waiters:
                 waiter.arm()
+        if suspects := sum(claim.losses >= SUSPECT_LOSSES for claim in claimed):
+            log.warning("%d rows whose workers vanished run apart from others", suspects)
         self._metrics.took(claimed)
         self._intake.take(claimed)
         self._keeper.took(self._intake.leases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,12 @@ import pytest
 import redis
 
 from e2e.harness import Line, by_id, environment, error_code, producer, running, text, wait_for, write
-from e2e.quick_worker import BELL, LEASE_SECONDS
+from e2e.quick_worker import BELL, DEADLY_TO_READ, DEADLY_TO_RUN, LEASE_SECONDS
 from producer.client import Client
 from producer.embedded import EmbeddedRedis
 from producer.store import Store
+from worker.intake import GUILTY_LOSSES
+from worker.scripts import SUSPECT_LOSSES
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 
@@ -86,6 +89,45 @@ def test_a_row_that_kills_its_engine_every_time_fails_alone(
     again = producer(redis_url, "submit", "--retry-failed", "b", "--batch-id", "c")
     assert "queued 1 rows on livebatch" in again.stderr
     assert connection.lrange("rq:queue:livebatch", 0, -1) == [b"c-0-4"]
+
+
+@pytest.mark.parametrize("deadly", [DEADLY_TO_READ, DEADLY_TO_RUN], ids=["read", "run"])
+def test_a_row_that_kills_its_whole_worker_every_time_fails_alone(
+    redis_url: str, connection: redis.Redis, tmp_path: Path, deadly: str
+) -> None:
+    """Somebody starts a worker again whenever one has died, as Kubernetes does where memory ran out."""
+    given, out = rows(21, size=40), tmp_path / "out.jsonl"
+    given[10]["prompt"] = f"poison {deadly}"
+    producer(redis_url, "submit", write(tmp_path / "in.jsonl", given), "--batch-id", "b")
+    died = 0
+    while ended(connection) < len(given):
+        with quick_worker(redis_url) as process:
+            wait_for(lambda process=process: ended(connection) == len(given) or process.poll() is not None)
+            died += process.poll() == -signal.SIGKILL
+    assert died == GUILTY_LOSSES
+    assert producer(redis_url, "results", "b", "-o", out).returncode == 1
+    assert answers(out) == {**prompts(given), "r10": "worker_lost"}
+    assert by_id(out)["r10"]["error"]["message"].startswith("6 workers vanished while they had this row")
+
+
+def test_rows_whose_workers_are_killed_again_and_again_come_to_their_end(
+    redis_url: str, connection: redis.Redis, tmp_path: Path
+) -> None:
+    given, out = rows(4, size=2000), tmp_path / "out.jsonl"
+    producer(redis_url, "submit", write(tmp_path / "in.jsonl", given), "--batch-id", "b")
+
+    def told(field: str) -> list[bytes | None]:
+        return [connection.hget(f"rq:job:b-0-{line}", field) for line in range(1, 5)]
+
+    for _ in range(GUILTY_LOSSES - 1):
+        before = told("started_at")
+        with quick_worker(redis_url) as process:
+            wait_for(lambda before=before: told("started_at") != before)
+            process.kill()
+    with quick_worker(redis_url):
+        assert producer(redis_url, "results", "b", "--follow", "-o", out).returncode == 0
+    assert answers(out) == prompts(given)
+    assert max(int(losses or 0) for losses in told("livebatch_losses")) > SUSPECT_LOSSES
 
 
 def test_a_cancelled_batch_leaves_the_live_batch_within_a_second_and_an_expired_one_in_time(

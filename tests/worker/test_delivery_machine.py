@@ -93,6 +93,8 @@ class Delivery(RuleBasedStateMachine):
         self.names = count()
         self.parents = [self.new_parent() for _ in range(SLOTS)]
         self.deaths: Counter[str] = Counter()
+        self.losses: Counter[str] = Counter()
+        self.begun: set[str] = set()  # rows that were taken and not handed back
         self.orphans: list[Lease] = []  # of workers that died
         for batch, size in SIZES.items():
             rows = [{"prompt": f"{batch}{index}"} for index in range(size)]
@@ -149,11 +151,24 @@ class Delivery(RuleBasedStateMachine):
 
     def claim(self, slot: int, room: int) -> None:
         parent = self.parents[slot]
-        for claim in parent.leases.claim(room, [(QUEUE, room)]):
+        is_free = not parent.all_leases
+        claims = parent.leases.claim(room, [(QUEUE, room)], is_free)
+        for claim in claims:
             if claim.is_started:
                 assert claim.status in (b"queued", b"started"), "a row that ended runs again"
                 assert int(claim.deaths or 0) == self.deaths[claim.lease.job_id]
+                self.losses[claim.lease.job_id] += claim.lease.job_id in self.begun
+                assert claim.losses == self.losses[claim.lease.job_id]
+                self.begun.add(claim.lease.job_id)
                 parent.held.append(claim)
+        self.suspects_are_apart(is_free, [claim.losses for claim in claims if claim.is_started])
+
+    def suspects_are_apart(self, is_free: bool, losses: list[int]) -> None:
+        if max(losses, default=0) >= scripts.SUSPECT_LOSSES:
+            assert is_free
+            assert min(losses) >= scripts.SUSPECT_LOSSES
+        if max(losses, default=0) >= scripts.ALONE_LOSSES:
+            assert len(losses) == 1
 
     def beat(self, slot: int) -> None:
         parent = self.parents[slot]
@@ -175,6 +190,7 @@ class Delivery(RuleBasedStateMachine):
 
     def hand_back(self, slot: int) -> None:
         parent = self.parents[slot]
+        self.begun -= {claim.lease.job_id for claim in parent.held if self.owns(parent, claim.lease)}
         parent.leases.hand_back([claim.lease for claim in parent.held])
         parent.held.clear()
 
@@ -277,11 +293,12 @@ class Delivery(RuleBasedStateMachine):
         with self.connection.pipeline() as pipe:
             for job_id in jobs:
                 pipe.xlen(f"rq:results:{job_id}")
-                pipe.hmget(f"rq:job:{job_id}", "status", "livebatch_deaths")
+                pipe.hmget(f"rq:job:{job_id}", "status", "livebatch_deaths", "livebatch_losses")
             found = pipe.execute()
-        for job_id, results, (status, deaths) in zip(jobs, found[::2], found[1::2], strict=True):
+        for job_id, results, (status, deaths, losses) in zip(jobs, found[::2], found[1::2], strict=True):
             assert results <= 1
             assert int(deaths or 0) == self.deaths[job_id]
+            assert int(losses or 0) == self.losses[job_id]
             if job_id in log and log[job_id].inline is None:
                 assert (results, status) == (1, b"finished")
 
@@ -292,10 +309,11 @@ class Delivery(RuleBasedStateMachine):
         self.run_out([lease for parent in self.parents for lease in parent.all_leases] + self.orphans)
         self.parents = [self.new_parent() for _ in range(SLOTS)]
         self.maintenance()
-        self.claim(0, room=100)
-        self.hear_of_the_cancel(0)
-        self.end(0, many=100, good=True)
-        self.flush(0, answered=True)
+        while self.connection.exists(f"rq:queue:{QUEUE}"):
+            self.claim(0, room=100)
+            self.hear_of_the_cancel(0)
+            self.end(0, many=100, good=True)
+            self.flush(0, answered=True)
         for batch in SIZES:
             self.follow(batch)
         self.counts_are_the_log()

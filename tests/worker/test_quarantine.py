@@ -45,6 +45,15 @@ def test_a_first_death_alone_is_an_accident_and_a_second_is_proof() -> None:
     assert not quarantine.is_active
 
 
+def test_deaths_alone_are_counted_anew_for_each_row() -> None:
+    quarantine = Quarantine()
+    for row in (7, 8):
+        assert quarantine.died([row], [2]) is None
+        assert quarantine.choose([6, 7, 8], []) == [row]
+        quarantine.left(row)
+    assert quarantine.died([7], [3]) is None, "its number was free again"
+
+
 def test_suspects_run_in_halves_and_the_others_wait() -> None:
     quarantine = Quarantine()
     assert quarantine.died([1, 2, 3, 4, 5, 9], [2, 2, 2, 2, 2, 1]) is None
@@ -66,7 +75,9 @@ def test_rows_that_come_with_deaths_wait_for_the_running_ones_and_run_apart() ->
     assert quarantine.died([1, 2], [1, 1]) is None, "the suspect was not in it"
     assert quarantine.choose([5, 6], []) == [5]
     assert quarantine.choose([6], [5]) == []
-    assert quarantine.died([5], [3]) == 5
+    assert quarantine.died([5], [3]) is None, "it may have been an accident: the others are not proof"
+    assert quarantine.choose([5, 6], []) == [5]
+    assert quarantine.died([5], [4]) == 5
 
 
 def test_after_a_verdict_the_other_half_comes_first() -> None:
@@ -74,7 +85,8 @@ def test_after_a_verdict_the_other_half_comes_first() -> None:
     quarantine = Quarantine()
     assert quarantine.died([1, 2, 3, 4], [2, 2, 2, 2]) is None
     assert quarantine.died([1, 2], [3, 3]) is None
-    assert quarantine.died([1], [4]) == 1
+    assert quarantine.died([1], [4]) is None
+    assert quarantine.died([1], [5]) == 1
     assert quarantine.died([2, 3, 4], [4, 3, 3]) is None
     assert quarantine.choose([2, 3, 4], []) == [4]
 

@@ -468,8 +468,10 @@ def test_suspects_keep_their_record_across_workers(redis_url: str, connection: r
     enqueue(connection, [request(1), request(2)])
     connection.hset("rq:job:b-0-1", "livebatch_deaths", 2)
     with worker(redis_url) as made:
-        wait_until(lambda: made.engine.prompts == ["prompt 1"])
-        made.engine.die()
+        for starts in (1, 2):
+            wait_until(lambda: made.engine.prompts == ["prompt 1"])
+            assert made.engine.starts == starts
+            made.engine.die()
         wait_until(lambda: counts(connection) == {"failed": 1})
         wait_until(lambda: made.engine.prompts == ["prompt 2"])
 
