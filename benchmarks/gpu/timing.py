@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from kernels.rows import Status
+from worker.bench import is_decoding
 from worker.engine import Engine
 from worker.sequence import Output, Row
 
@@ -37,16 +38,6 @@ def batch(engine: Engine, rows: Sequence[Row], step: Callable[[], list[Output]] 
     engine.step()  # gives the slots back
     require_whole(outputs)
     return Rates(sampled / (ended - begun), (sampled - before) / (ended - decoding))
-
-
-def is_decoding(engine: Engine, rows: Sequence[Row]) -> bool:
-    """Whether every prompt is computed.
-
-    A prompt of P tokens gives one token, a decode gives one for one: what was computed and not drawn is P - 1
-    tokens of each prompt that is through, however it was cut.
-    """
-    load = engine.load
-    return load.tokens_computed - load.tokens_sampled >= sum(len(row.prompt) - 1 for row in rows)
 
 
 def whole(engine: Engine, rows: Iterable[Row]) -> tuple[float, int]:

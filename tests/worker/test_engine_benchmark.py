@@ -12,6 +12,7 @@ from benchmarks.gpu import load, timing
 from benchmarks.gpu.findings import Findings, find
 from benchmarks.gpu.tables import tables
 from benchmarks.plot_engine import plot
+from worker.bench import is_decoding
 from worker.dummy import HashModel
 from worker.engine import Engine
 from worker.scheduler import Policy
@@ -69,11 +70,11 @@ def test_decoding_begins_when_the_last_prompt_is_through(prompt: int) -> None:
     for row in rows:
         engine.add(row)
     steps = 0
-    while not timing.is_decoding(engine, rows):
+    while not is_decoding(engine, rows):
         engine.step()
         steps += 1
         behind = engine.load.tokens_computed < 8 * prompt
-        assert not (behind and timing.is_decoding(engine, rows))
+        assert not (behind and is_decoding(engine, rows))
     assert engine.load.waiting == 0
     assert engine.load.tokens_sampled >= 8
     assert steps < 12

@@ -12,10 +12,8 @@ from tiny_gguf import TinyLlama
 
 from producer.errors import LivebatchError
 from worker import doctor, reference, settings
-from worker.bench import rates
 from worker.build import build_model
 from worker.reference import Reference
-from worker.settings import DUMMY, EngineSettings
 
 
 def findings(folder: Path) -> list[doctor.Finding]:
@@ -91,9 +89,3 @@ def test_a_near_tie_may_go_either_way() -> None:
     assert "[8, 6, 7]" in str(stored.disagreement([8, 6, 7])), "the first led by 2"
     assert stored.disagreement([5, 6]) is not None
     assert Reference([1], [5, 6], []).disagreement([5, 9]) is not None, "no leads: exactly, or wrong"
-
-
-def test_bench_measures_each_live_batch() -> None:
-    measured = list(rates(EngineSettings(model=DUMMY, max_batch=9)))
-    assert [rate.live for rate in measured] == [1, 8, 9]
-    assert all(rate.greedy > 0 and rate.sampled > 0 for rate in measured)
