@@ -253,6 +253,7 @@ def test_data_outside_the_folder_is_found_wherever_a_model_keeps_constants(
         ("session.model_external_initializers_file_folder_path", "/etc"),
         ("ep.context_file_path", "context.onnx"),
         ("ep.cuda.x", ["a"]),
+        ("ep.cuda.x", None),
     ],
 )
 def test_session_entries_that_could_name_a_file_are_refused(name: str, value: Any, folder: Path) -> None:
