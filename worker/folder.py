@@ -87,7 +87,6 @@ class ModelFolder:
     block_size: int  # slots per cache block
     session_config: Mapping[str, str]  # entries the graph wants in its ONNX Runtime session's options
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     search: Mapping[str, Any]  # the model's own sampling defaults, under genai's names
 
     @classmethod
@@ -114,7 +113,6 @@ class ModelFolder:
             head_size=config.size("model.decoder.head_size"),
             block_size=_block_size(graph, names, config),
             eos_ids=config.ids("model.eos_token_id"),
-            bos_id=next(iter(config.ids("model.bos_token_id", missing_ok=True)), None),
             search=config.search(),
             session_config=_session_config(config),
         )

@@ -48,13 +48,12 @@ def add_input(graph: onnx.GraphProto, name: str, dtype: int = TensorProto.INT64)
 
 def test_reads_sizes_and_names(folder: Path) -> None:
     edit_config(folder, "model.eos_token_id", [7, 3, 7])
-    edit_config(folder, "model.bos_token_id", 5)
     edit_config(folder, "search", {"temperature": 0.2, "num_beams": 1})
     loaded = ModelFolder.load(folder)
     assert (loaded.name, loaded.aliases, loaded.kind) == ("tiny-q8", ("tiny",), "cpu-paged")
     assert (loaded.vocab_size, loaded.context_length, loaded.block_size) == (VOCAB, CONTEXT, 4)
     assert (loaded.num_layers, loaded.num_kv_heads, loaded.head_size) == (2, 1, 2)
-    assert (loaded.eos_ids, loaded.bos_id) == ((7, 3), 5)
+    assert loaded.eos_ids == (7, 3)
     assert loaded.search["temperature"] == 0.2
     assert loaded.layer_names("present_value_names") == ["present.0.value", "present.1.value"]
 
