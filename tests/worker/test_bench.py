@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_fakes import WatchfulSampler, engine_over, row
+from engine_fakes import HashModel, WatchfulSampler, engine_over, row
 from numpy.typing import NDArray
 
 from worker import bench
 from worker.batch import Batch
-from worker.dummy import HashModel
 from worker.engine import Load
 from worker.settings import DUMMY, EngineSettings
 

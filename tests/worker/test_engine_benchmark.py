@@ -6,14 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from engine_fakes import DeviceModel, DeviceSampler, engine_over
+from engine_fakes import DeviceModel, DeviceSampler, HashModel, engine_over
 
 from benchmarks.gpu import load, timing
 from benchmarks.gpu.findings import Findings, find
 from benchmarks.gpu.tables import tables
 from benchmarks.plot_engine import plot
 from worker.bench import is_decoding
-from worker.dummy import HashModel
 from worker.engine import Engine
 from worker.scheduler import Policy
 

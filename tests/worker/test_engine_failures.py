@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from engine_fakes import Ledger, WatchfulSampler, drain, engine_over, row, run_all, solo
+from engine_fakes import HashModel, Ledger, WatchfulSampler, drain, engine_over, row, run_all, solo
 from numpy.typing import NDArray
 
 from kernels.rows import RowParams, Status
 from worker.batch import Batch
 from worker.bisection import Bisection
-from worker.dummy import HashModel
 from worker.engine import MAX_VERDICTS, Engine, SeatError
 from worker.scheduler import Policy
 from worker.sequence import Row
