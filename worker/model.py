@@ -1,7 +1,6 @@
 """OrtModel: a model folder run by ONNX Runtime on the CPU, with its pool of cache blocks.
 
-The only file that imports onnxruntime. Owns the session, the pool and the binding of arrays to the graph.
-Must not know rows, sampling or text.
+Owns the session, the pool and the binding of arrays to the graph. Must not know rows, sampling or text.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from worker.build.source import Architecture, StoredMatrix
 
 
 class GgufSource:
-    """Reads one GGUF file. Every tensor must be asked for: ``unused`` lists those nobody wanted."""
+    """Reads one GGUF file. Every tensor must be asked for: ``refuse_unused`` names those nobody wanted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
