@@ -37,6 +37,12 @@ def test_every_module_says_what_it_owns() -> None:
     assert silent == []
 
 
+def test_the_architecture_names_every_module() -> None:
+    named = set(re.findall(r"\b\w+\.py\b", (ROOT / "docs" / "architecture.md").read_text()))
+    modules = {path.name for path in sizes.sources() if path.parent.name != "build"} - {"__init__.py"}
+    assert modules - named == set()
+
+
 def test_import_arrows_point_one_way() -> None:
     """From the worker alone; what it may have of the producer is docs/architecture.md's list, no more.
 
