@@ -37,7 +37,7 @@ ENDINGS: Mapping[Status, tuple[str, str]] = {
 }
 
 
-class Model(Protocol):
+class Folder(Protocol):
     """What a model folder says of the model, as far as rows care."""
 
     @property
@@ -83,7 +83,7 @@ class Defaults:
 class RowPreparer:
     """Turns requests into rows for one model. Keeps no row itself."""
 
-    def __init__(self, folder: Model, tokenizer: Tokenizer, defaults: Defaults) -> None:
+    def __init__(self, folder: Folder, tokenizer: Tokenizer, defaults: Defaults) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
         self._defaults = defaults
