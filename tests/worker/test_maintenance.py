@@ -15,10 +15,11 @@ import redis
 from rq import Queue
 from rq.command import send_shutdown_command
 from rq.job import Job
-from rq_rows import enqueue, fetch, request, status, wait_until
+from rq_rows import enqueue, fetch, request, status
 
 from producer.embedded import EmbeddedRedis
 from producer.store import COMMANDS, Serializer
+from waiting import wait_until
 from worker.compose import connector
 from worker.events import Cancel, Event, Stop, Wake
 from worker.leases import Leases, recover
