@@ -6,15 +6,16 @@ compares with others; this is for sizing --max-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kernels.rows import RowParams
+from kernels.rows import RowParams, Status
+from producer.errors import LivebatchError
 from worker.compose import build_parts, build_policy
 from worker.engine import Engine
-from worker.sequence import Row
+from worker.sequence import Output, Row
 
 if TYPE_CHECKING:
     from worker.protocols import Model, Sampler
@@ -64,16 +65,25 @@ def decode(
 
 def decode_rate(engine: Engine, rows: Sequence[Row]) -> float:
     """Tokens a second of a new engine, from the first step in which all ``rows`` decode to the last."""
+    outputs: list[Output] = []
     for row in rows:
         engine.add(row)
     while engine.has_work and not is_decoding(engine, rows):
-        engine.step()
+        outputs += engine.step()
     before, begun = engine.load.tokens_sampled, perf_counter()
     while engine.has_work:
-        engine.step()
+        outputs += engine.step()
     rate = (engine.load.tokens_sampled - before) / (perf_counter() - begun)
     engine.step()  # gives the slots back
+    require_whole(outputs)
     return rate
+
+
+def require_whole(outputs: Iterable[Output]) -> None:
+    """LivebatchError where a row did not run to its max_tokens: that makes no figure."""
+    for output in outputs:
+        if output.status != Status.LENGTH:
+            raise LivebatchError(f"row {output.id} ended as {output.status.name}: {output.message}")
 
 
 def is_decoding(engine: Engine, rows: Sequence[Row]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from kernels.rows import Status
-from worker.bench import is_decoding
+from worker.bench import is_decoding, require_whole
 from worker.engine import Engine
 from worker.sequence import Output, Row
 
@@ -65,9 +65,3 @@ def until_last(engine: Engine, rows: Sequence[Row], last: int, *, to_the_end: bo
     total = engine.load.tokens_sampled / (perf_counter() - begun)
     engine.step()
     return until, total
-
-
-def require_whole(outputs: Sequence[Output]) -> None:
-    for output in outputs:
-        if output.status != Status.LENGTH:
-            raise RuntimeError(f"row {output.id} ended as {output.status!r} {output.message}")

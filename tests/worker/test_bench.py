@@ -7,6 +7,7 @@ import pytest
 from engine_fakes import HashModel, WatchfulSampler, engine_over, row
 from numpy.typing import NDArray
 
+from producer.errors import LivebatchError
 from worker import bench
 from worker.batch import Batch
 from worker.engine import Load
@@ -42,6 +43,11 @@ def test_the_clock_starts_when_all_rows_decode(monkeypatch: pytest.MonkeyPatch) 
     assert (start.live, start.waiting, end.live) == (32, 0, 0)
     assert start.tokens_computed - start.tokens_sampled == 32 * 3
     assert rate == (end.tokens_sampled - start.tokens_sampled) / (end.steps - start.steps)
+
+
+def test_rows_that_do_not_run_are_no_figure() -> None:
+    with pytest.raises(LivebatchError, match=r"row 0 ended as TOO_LARGE: .*KV"):
+        bench.decode_rate(engine_over(HashModel(num_blocks=3)), [row(0, range(4), max_tokens=20)])
 
 
 def test_a_step_of_the_bench_holds_the_whole_batch() -> None:

@@ -12,6 +12,7 @@ from benchmarks.gpu import load, timing
 from benchmarks.gpu.findings import Findings, find
 from benchmarks.gpu.tables import tables
 from benchmarks.plot_engine import plot
+from producer.errors import LivebatchError
 from worker.bench import is_decoding
 from worker.engine import Engine
 from worker.scheduler import Policy
@@ -102,7 +103,7 @@ def test_the_tail_can_be_cut_off() -> None:
 
 def test_a_row_that_does_not_run_to_its_end_is_no_figure() -> None:
     engine = engine_over(HashModel())
-    with pytest.raises(RuntimeError, match="context"):
+    with pytest.raises(LivebatchError, match="context"):
         timing.whole(engine, load.decode("greedy", 1, VOCAB, prompt=100, output=100))
 
 
