@@ -28,6 +28,7 @@ from kernels.rows import RowParams
 from producer import Client
 from producer.embedded import EmbeddedRedis
 from worker.batch import Batch
+from worker.bench import decode_rate
 from worker.engine import Engine
 from worker.folder import ModelFolder
 from worker.model import OrtModel
@@ -91,14 +92,7 @@ def engine_decode(model: OrtModel, rows: int, mixed: bool) -> float:
     engine = Engine(
         model, BatchedSampler(rows, model.vocab_size, model.context_length), Policy(max_batch=rows)
     )
-    for row in engine_rows(rows, model.vocab_size, mixed):
-        engine.add(row)
-    while engine.load.tokens_sampled < rows:
-        engine.step()
-    sampled, begun = engine.load.tokens_sampled, time.perf_counter()
-    while engine.has_work:
-        engine.step()
-    return (engine.load.tokens_sampled - sampled) / (time.perf_counter() - begun)
+    return decode_rate(engine, engine_rows(rows, model.vocab_size, mixed))
 
 
 def engine_whole(model: OrtModel, batch: int, count: int) -> float:

@@ -13,7 +13,7 @@ import argparse
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -25,16 +25,19 @@ from worker.build.source import Architecture, StoredMatrix
 _BASE = 500_000.0  # Llama 3's rotary base
 
 
-def llama(
-    name: str, *, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int
-) -> Architecture:
+class Shape(NamedTuple):
+    """What a model of random weights is made of."""
+
+    architecture: Architecture
+    ffn_size: int
+
+
+def llama(*, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int) -> Shape:
     head_size = hidden // heads
     angles = _BASE ** (-np.arange(0, head_size, 2) / head_size)
-    return Architecture(
-        name=name,
+    architecture = Architecture(
         num_layers=layers,
         hidden_size=hidden,
-        ffn_size=ffn,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
@@ -43,26 +46,26 @@ def llama(
         norm_epsilon=1e-5,
         inverse_frequencies=tuple(float(angle) for angle in angles),
     )
+    return Shape(architecture, ffn)
 
 
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        llama("tiny", layers=2, hidden=128, ffn=256, heads=4, kv_heads=2, vocab=1024),
-        llama("smollm2-135m", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, vocab=49152),
-        llama("llama-1b", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256),
-        llama("llama-8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256),
-    )
+    "tiny": llama(layers=2, hidden=128, ffn=256, heads=4, kv_heads=2, vocab=1024),
+    "smollm2-135m": llama(layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, vocab=49152),
+    "llama-1b": llama(layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256),
+    "llama-8b": llama(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256),
 }
 
 
 class RandomSource:
     """A source (worker.build.source) of tied random weights, drawn when asked for."""
 
-    def __init__(self, architecture: Architecture, seed: int) -> None:
-        self.path, self.architecture, self._seed = Path(architecture.name), architecture, seed
+    def __init__(self, name: str, seed: int) -> None:
+        """``name`` is one of SHAPES."""
+        self.path, self._seed = Path(name), seed
+        self.architecture, self._ffn_size = SHAPES[name]
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokens = letters + [f"<|{token}|>" for token in range(len(letters), architecture.vocab_size)]
+        tokens = letters + [f"<|{token}|>" for token in range(len(letters), self.architecture.vocab_size)]
         self._metadata: dict[str, Any] = {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "gpt-2",
@@ -94,8 +97,8 @@ class RandomSource:
         return StoredMatrix(tensor, values, GGMLQuantizationType.F32)
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
-        sizes = self.architecture
-        hidden, ffn, keys = sizes.hidden_size, sizes.ffn_size, sizes.num_kv_heads * sizes.head_size
+        sizes, ffn = self.architecture, self._ffn_size
+        hidden, keys = sizes.hidden_size, sizes.num_kv_heads * sizes.head_size
         shapes: dict[str, tuple[int, ...]] = {
             "token_embd": (sizes.vocab_size, hidden),
             "attn_q": (sizes.num_heads * sizes.head_size, hidden),
@@ -118,7 +121,7 @@ def main() -> None:
     told = parser.parse_args()
     told.out.mkdir(parents=True)
     start = time.perf_counter()
-    write_cuda_model(RandomSource(SHAPES[told.shape], told.seed), told.out, bounds=not told.no_bounds)
+    write_cuda_model(RandomSource(told.shape, told.seed), told.out, bounds=not told.no_bounds)
     size = sum(path.stat().st_size for path in told.out.iterdir())
     print(f"{told.out}: {told.shape}, {size / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s")
 

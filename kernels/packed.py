@@ -1,6 +1,6 @@
 """A row as the fast twins keep it: one fixed record by slot, and short lists beside it. Knows no device.
 
-The CUDA struct ``Row`` in sampler.cuh mirrors ROW field by field.
+The CUDA struct ``Row`` in numbers.cuh mirrors ROW field by field.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from producer.errors import StoreError
 
 State = Literal["open", "closed", "cancelled"]
-STATES: tuple[State, ...] = ("open", "closed", "cancelled")
 Phase = Literal["queueing", "running", "waiting", "done", "cancelled"]
 DAY_SECONDS = 86_400
 KEEP_SECONDS = 7 * DAY_SECONDS

@@ -1,4 +1,4 @@
-"""Shared fixtures: a private Redis per session, flushed for every test that asks for it."""
+"""Shared by all tests: a private Redis, flushed for each that asks; a skip for those that need a GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A shell's background job ignores Ctrl-C, and so would every program started from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def gpu_is_there() -> bool:
+    try:
+        import cupy
+
+        return int(cupy.cuda.runtime.getDeviceCount()) > 0
+    except Exception:  # no CuPy, no driver, no device: each has its own exception
+        return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not gpu_is_there():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU and CuPy"))
 
 
 @pytest.fixture(scope="session")

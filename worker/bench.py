@@ -1,20 +1,21 @@
 """`worker bench`: what the engine alone gives on this machine, without Redis. Tokens a second, by live batch.
 
-Owns the load (prompt 16, output 64, EOS ignored) and the table. benchmarks/ compares with others; this is for
-sizing --max-batch.
+Owns the load (prompt 16, output 64, EOS ignored), the table, and when a batch counts as decoding. benchmarks/
+compares with others; this is for sizing --max-batch.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kernels.rows import RowParams
+from kernels.rows import RowParams, Status
+from producer.errors import LivebatchError
 from worker.compose import build_parts, build_policy
 from worker.engine import Engine
-from worker.sequence import Row
+from worker.sequence import Output, Row
 
 if TYPE_CHECKING:
     from worker.protocols import Model, Sampler
@@ -51,22 +52,48 @@ def rates(settings: EngineSettings) -> Iterator[Rate]:
 def decode(
     parts: tuple[Model, Sampler], settings: EngineSettings, *, sampled: bool, output: int = OUTPUT
 ) -> float:
-    """Tokens a second from the first step in which all rows decode to the last."""
+    """Tokens a second of a full batch. Prompts are computed at once: their rows start and end together."""
     live, (model, sampler) = settings.max_batch, parts
-    overlap = settings.loop == "overlapped"
-    engine = Engine(model, sampler, build_policy(settings, model), overlap=overlap)
-    for index in range(live):
-        engine.add(
-            Row(index, prompt(index, model.vocab_size), params(index, output) if sampled else greedy(output))
-        )
-    while engine.load.tokens_sampled < live:
-        engine.step()
-    before, begun = engine.load.tokens_sampled, time.perf_counter()
+    policy = replace(build_policy(settings, model), prefill_tokens=model.max_step_tokens)
+    engine = Engine(model, sampler, policy, overlap=settings.loop == "overlapped")
+    rows = [
+        Row(index, prompt(index, model.vocab_size), params(index, output) if sampled else greedy(output))
+        for index in range(live)
+    ]
+    return decode_rate(engine, rows)
+
+
+def decode_rate(engine: Engine, rows: Sequence[Row]) -> float:
+    """Tokens a second of a new engine, from the first step in which all ``rows`` decode to the last."""
+    outputs: list[Output] = []
+    for row in rows:
+        engine.add(row)
+    while engine.has_work and not is_decoding(engine, rows):
+        outputs += engine.step()
+    before, begun = engine.load.tokens_sampled, perf_counter()
     while engine.has_work:
-        engine.step()
-    rate = (engine.load.tokens_sampled - before) / (time.perf_counter() - begun)
+        outputs += engine.step()
+    rate = (engine.load.tokens_sampled - before) / (perf_counter() - begun)
     engine.step()  # gives the slots back
+    require_whole(outputs)
     return rate
+
+
+def require_whole(outputs: Iterable[Output]) -> None:
+    """LivebatchError where a row did not run to its max_tokens: that makes no figure."""
+    for output in outputs:
+        if output.status != Status.LENGTH:
+            raise LivebatchError(f"row {output.id} ended as {output.status.name}: {output.message}")
+
+
+def is_decoding(engine: Engine, rows: Sequence[Row]) -> bool:
+    """Whether every prompt is computed, of an engine that has had ``rows`` alone and preempted none.
+
+    A prompt of P tokens gives one token, a decode gives one for one: what was computed and not drawn is P - 1
+    tokens of each prompt that is through, however it was cut.
+    """
+    load = engine.load
+    return load.tokens_computed - load.tokens_sampled >= sum(len(row.prompt) - 1 for row in rows)
 
 
 def prompt(index: int, vocab_size: int) -> list[int]:

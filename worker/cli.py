@@ -253,13 +253,13 @@ def build(
     from worker import reference
     from worker.build import build_model
 
+    def record(folder: Path) -> None:
+        missing = reference.record(folder) if device == "cpu" else reference.record_for_cuda(folder, source)
+        if missing is not None:
+            say(f"{out} gets no {reference.FILE}: {missing}", sys.stdout)
+
     with one_line_errors():
-        build_model(source, out, precision, device, bounds=bounds)
-        if device == "cpu":
-            reference.record(out)
-        elif not reference.record_for_cuda(out, source):
-            text = "gets no reference.json: the model is too large to be run on the CPU for it"
-            say(f"{out} {text}", sys.stdout)
+        build_model(source, out, precision, device, bounds=bounds, finish=record)
         flag = " --device cuda" if device == "cuda" else ""
         say(f"{out} is ready: worker run --model {out}{flag}", sys.stdout)
 

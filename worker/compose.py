@@ -1,7 +1,7 @@
 """The composition root: settings -> engine (in the engine's process) and row preparer (in its parent).
 
-The only place where the dummy and the real model are told apart. Imports are inside: each process pays for
-its own.
+Owns which parts belong together: those of the CPU, of a GPU, of the dummy. Imports are inside: each process
+pays for its own.
 """
 
 from __future__ import annotations

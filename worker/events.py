@@ -41,8 +41,6 @@ class Died:
 class Wake:
     """There are rows in a queue that had run dry."""
 
-    queue: str
-
 
 @dataclass(frozen=True, slots=True)
 class Cancel:

@@ -87,7 +87,6 @@ class ModelFolder:
     block_size: int  # slots per cache block
     session_config: Mapping[str, str]  # entries the graph wants in its ONNX Runtime session's options
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     search: Mapping[str, Any]  # the model's own sampling defaults, under genai's names
 
     @classmethod
@@ -114,7 +113,6 @@ class ModelFolder:
             head_size=config.size("model.decoder.head_size"),
             block_size=_block_size(graph, names, config),
             eos_ids=config.ids("model.eos_token_id"),
-            bos_id=next(iter(config.ids("model.bos_token_id", missing_ok=True)), None),
             search=config.search(),
             session_config=_session_config(config),
         )
@@ -190,12 +188,17 @@ def _session_config(config: GenaiConfig) -> dict[str, str]:
     Numbers and switches only: ONNX Runtime also has entries that name files to read or write.
     """
     key = "model.decoder.session_options"
-    entries = {name: value for name, value in config.section(key).items() if "." in name}
-    if odd := [name for name, value in entries.items() if not _SWITCH.fullmatch(str(value))]:
+    entries = {name: _entry(value) for name, value in config.section(key).items() if "." in name}
+    if odd := [name for name, value in entries.items() if not _SWITCH.fullmatch(value)]:
         raise UsageError(
             f"{config.path}: {key} sets {odd[0]!r} to what is neither a number nor true or false."
         )
-    return {name: value for name, value in entries.items() if isinstance(value, str)}
+    return entries
+
+
+def _entry(value: Any) -> str:
+    """A JSON value as ONNX Runtime takes it: text, and a switch is 1 or 0."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _names(config: GenaiConfig) -> dict[str, str]:

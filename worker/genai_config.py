@@ -57,11 +57,9 @@ class GenaiConfig:
             raise self.wrong(key, f"a whole number from 1 to {INT32_MAX}")
         return value
 
-    def ids(self, key: str, missing_ok: bool = False) -> tuple[int, ...]:
+    def ids(self, key: str) -> tuple[int, ...]:
         """One token id or a list of them, as a tuple without repetitions."""
         value = self.get(key)
-        if value is None and missing_ok:
-            return ()
         ids = value if isinstance(value, list) else [value]
         vocab_size = self.size("model.vocab_size")
         if not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):

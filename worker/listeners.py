@@ -63,7 +63,6 @@ class Waiter(Listener):
 
     def __init__(self, queue: str, connection: Redis, post: Post) -> None:
         super().__init__(f"waiter-{queue}", connection, post)
-        self._queue = queue
         self._key = f"{RQ_KEY_PREFIX}:queue:{queue}"
         self._armed = threading.Event()
 
@@ -83,7 +82,7 @@ class Waiter(Listener):
         # loses none. The claim is one script; see scripts.py.
         if self._is_filled():
             self._armed.clear()
-            self.post(Wake(self._queue))
+            self.post(Wake())
 
     def _is_filled(self) -> bool:
         try:

@@ -1,7 +1,6 @@
 """OrtModel: a model folder run by ONNX Runtime on the CPU, with its pool of cache blocks.
 
-The only file that imports onnxruntime. Owns the session, the pool and the binding of arrays to the graph.
-Must not know rows, sampling or text.
+Owns the session, the pool and the binding of arrays to the graph. Must not know rows, sampling or text.
 """
 
 from __future__ import annotations
@@ -152,14 +151,21 @@ class OrtModel:
         return self._logits[:num_logits]
 
 
+def too_old() -> str | None:
+    """Why the installed runtime cannot run models on the CPU, and what to do; None when it can."""
+    if tuple(int(part) for part in ort.__version__.split(".")[:2]) >= _OLDEST_RUNTIME:
+        return None
+    return (
+        f"ONNX Runtime {ort.__version__} computes paged attention wrongly on the CPU, at least "
+        f"{'.'.join(map(str, _OLDEST_RUNTIME))} is needed: pip install '.[cpu]' in livebatch's folder, "
+        "in a new environment"
+    )
+
+
 def open_session(folder: ModelFolder, threads: int | None) -> ort.InferenceSession:
     """An ONNX Runtime session on the CPU. UsageError when the runtime is too old or cannot load the graph."""
-    version = tuple(int(part) for part in ort.__version__.split(".")[:2])
-    if version < _OLDEST_RUNTIME:
-        raise UsageError(
-            f"onnxruntime {ort.__version__} computes paged attention wrongly; at least "
-            f"{'.'.join(map(str, _OLDEST_RUNTIME))} is needed: pip install -U '.[cpu]' in livebatch's folder"
-        )
+    if (reason := too_old()) is not None:
+        raise UsageError(reason)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
     options.log_severity_level = 3  # errors

@@ -54,27 +54,37 @@ def answer(engine: Engine, prompt: list[int]) -> list[int]:
     return list(output.tokens)
 
 
-def record(folder: Path) -> None:
-    """Runs the prompt on the CPU and stores the answer beside the model. Raises LivebatchError."""
-    _store(folder, _run(folder))
+def record(folder: Path) -> str | None:
+    """Runs the prompt on the CPU and stores the answer beside the model; else says why not.
+
+    Raises LivebatchError.
+    """
+    from worker.model import too_old
+
+    if (reason := too_old()) is None:
+        _store(folder, _run(folder))
+    return reason
 
 
-def record_for_cuda(folder: Path, source: Path) -> bool:
-    """Stores what ``source``, the folder's GGUF, answers in float32 on the CPU. Raises LivebatchError.
+def record_for_cuda(folder: Path, source: Path) -> str | None:
+    """Stores what ``source``, the folder's GGUF, answers in float32 on the CPU; else says why not.
 
-    False, and nothing stored, where that model is too large to be worth it.
+    Raises LivebatchError.
     """
     from worker.build import build_model
     from worker.folder import ModelFolder
+    from worker.model import too_old
 
+    if (reason := too_old()) is not None:
+        return reason
     if 2 * ModelFolder.load(folder).graph.data_bytes > _LARGEST_TWIN:
-        return False
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".twin-") as scratch:
+        return "the model is too large to be run on the CPU for it"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".twin-") as scratch:
         twin = Path(scratch) / "fp32"
         build_model(source, twin)
         stored = _run(twin)
         _store(folder, stored | {"gaps": _gaps(twin, stored["prompt_token_ids"], stored["token_ids"])})
-    return True
+    return None
 
 
 def load(folder: Path) -> Reference | None:

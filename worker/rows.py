@@ -43,7 +43,7 @@ ENDINGS: Mapping[Status, tuple[str, str]] = {
 }
 
 
-class Model(Protocol):
+class Folder(Protocol):
     """What a model folder says of the model, as far as rows care."""
 
     @property
@@ -98,7 +98,7 @@ class Defaults:
 class RowPreparer:
     """Turns requests into rows for one model. Keeps no row itself."""
 
-    def __init__(self, folder: Model, tokenizer: Tokenizer, defaults: Defaults) -> None:
+    def __init__(self, folder: Folder, tokenizer: Tokenizer, defaults: Defaults) -> None:
         """UsageError for a model that has more EOS ids than rows can carry."""
         if (count := len(folder.eos_ids)) > MAX_EOS_IDS:
             raise UsageError(

@@ -12,7 +12,6 @@ from redis.client import Pipeline
 from rq import Queue
 from rq.job import Job
 from rq.utils import now as utc_now
-from rq.utils import utcformat
 from rq.worker.base import BaseWorker, WorkerStatus
 
 from producer.store import Serializer
@@ -74,7 +73,3 @@ class Entry(BaseWorker):
         pipe.sadd(self.redis_workers_keys, self.key)
         for queue in self.queue_names():
             pipe.sadd(f"{self.redis_workers_keys}:{queue}", self.key)
-
-    def say_stopping(self, pipe: Pipeline) -> None:
-        """RQ's mark that a shutdown was asked for."""
-        pipe.hset(self.key, "shutdown_requested_date", utcformat(utc_now()))

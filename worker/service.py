@@ -35,7 +35,7 @@ from worker.metrics import Metrics, Unmeasured
 from worker.rows import RowPreparer
 from worker.scripts import SUSPECT_LOSSES
 from worker.settings import Settings
-from worker.warden import Engine, Warden
+from worker.warden import EngineHandle, Warden
 
 if TYPE_CHECKING:
     from worker.sequence import Output
@@ -61,7 +61,7 @@ class Service:
         settings: Settings,
         preparer: RowPreparer,
         connect: Connect,
-        make_engine: Callable[[Post], Engine],
+        make_engine: Callable[[Post], EngineHandle],
         metrics: Metrics | None = None,
     ) -> None:
         queues = [queue.name for queue in settings.queues]

@@ -24,7 +24,7 @@ MAX_FAILED_STARTS = 3  # in a row
 MAX_VERDICTS = 10  # rows that killed it with no completed row between them: then it is not the rows
 
 
-class Engine(Protocol):
+class EngineHandle(Protocol):
     """What the parent needs of the engine's process."""
 
     def start(self) -> None: ...
@@ -37,7 +37,7 @@ class Engine(Protocol):
 class Warden:
     """Hears all that the engine says. Raises LivebatchError once the engine is past help."""
 
-    def __init__(self, engine: Engine, timeout_seconds: float) -> None:
+    def __init__(self, engine: EngineHandle, timeout_seconds: float) -> None:
         self.is_ready = False  # the engine takes rows
         self.owed = 0  # rows that it has and has not ended, those of them included that it was told to drop
         self._engine = engine

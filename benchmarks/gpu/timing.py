@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from kernels.rows import Status
+from worker.bench import is_decoding, require_whole
 from worker.engine import Engine
 from worker.sequence import Output, Row
 
@@ -39,16 +40,6 @@ def batch(engine: Engine, rows: Sequence[Row], step: Callable[[], list[Output]] 
     return Rates(sampled / (ended - begun), (sampled - before) / (ended - decoding))
 
 
-def is_decoding(engine: Engine, rows: Sequence[Row]) -> bool:
-    """Whether every prompt is computed.
-
-    A prompt of P tokens gives one token, a decode gives one for one: what was computed and not drawn is P - 1
-    tokens of each prompt that is through, however it was cut.
-    """
-    load = engine.load
-    return load.tokens_computed - load.tokens_sampled >= sum(len(row.prompt) - 1 for row in rows)
-
-
 def whole(engine: Engine, rows: Iterable[Row]) -> tuple[float, int]:
     """Seconds from first to last of any number of rows, and the tokens they gave."""
     begun, tokens = perf_counter(), 0
@@ -74,9 +65,3 @@ def until_last(engine: Engine, rows: Sequence[Row], last: int, *, to_the_end: bo
     total = engine.load.tokens_sampled / (perf_counter() - begun)
     engine.step()
     return until, total
-
-
-def require_whole(outputs: Sequence[Output]) -> None:
-    for output in outputs:
-        if output.status != Status.LENGTH:
-            raise RuntimeError(f"row {output.id} ended as {output.status!r} {output.message}")

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +92,3 @@ def error_code(line: Line) -> str | None:
 def write(path: Path, rows: list[Line]) -> Path:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Look until it holds; an end-to-end test has no other handle on another process."""
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "waited too long"
-        time.sleep(0.02)

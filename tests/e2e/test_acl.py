@@ -11,12 +11,13 @@ import redis
 from redis.exceptions import NoPermissionError, ResponseError
 from rq import Queue
 from rq.job import Job
-from rq_rows import counts, enqueue, request, status, wait_until
+from rq_rows import counts, enqueue, request, status
 from service_fakes import worker as worker_in_thread
 
 from e2e.harness import by_id, error_code, producer, worker, write
 from producer.embedded import EmbeddedRedis
 from producer.store import Serializer, Store
+from waiting import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from e2e.harness import Line, by_id, environment, producer, text, wait_for, worker, write
+from e2e.harness import Line, by_id, environment, producer, text, worker, write
 from producer.embedded import EmbeddedRedis
+from waiting import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(120)]
 
@@ -50,7 +51,7 @@ def test_a_redis_at_its_limit_holds_producers_and_is_drained(tmp_path: Path) -> 
         words = ["-m", "producer.cli", "submit", str(given), "--batch-id", "b"]
         submit = subprocess.Popen([sys.executable, *words], stdout=said, stderr=said, env=env)
         try:
-            wait_for(lambda: "Redis is nearly full: waiting for room" in (tmp_path / "said").read_text())
+            wait_until(lambda: "Redis is nearly full: waiting for room" in (tmp_path / "said").read_text())
             assert 0 < connection.llen("rq:queue:livebatch") < len(rows)
             with worker(server.url, "dummy", "--max-batch", "32"):
                 collected = producer(server.url, "results", "b", "--follow", "--release", "-o", out)

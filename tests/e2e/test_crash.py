@@ -16,9 +16,10 @@ import redis
 from rq import Queue
 from rq.registry import FinishedJobRegistry, StartedJobRegistry
 
-from e2e.harness import by_id, engine_of, producer, text, wait_for, worker, write
+from e2e.harness import by_id, engine_of, producer, text, worker, write
 from producer.embedded import EmbeddedRedis
 from producer.store import Serializer, Store
+from waiting import wait_until
 
 pytestmark = [pytest.mark.redis, pytest.mark.timeout(180)]
 
@@ -72,11 +73,11 @@ def test_the_engine_killed_in_mid_batch_its_heir_hung_while_it_is_built_and_anot
     submit(redis_url, tmp_path, lines)
     with worker(redis_url, "dummy", "--max-batch", "8", "--engine-timeout", "2") as process:
         for reached, number in ((5, signal.SIGKILL), (5, signal.SIGSTOP), (20, signal.SIGSTOP)):
-            wait_for(lambda reached=reached: completed(connection) >= reached)
+            wait_until(lambda reached=reached: completed(connection) >= reached)
             struck = engine_of(process)
             assert struck is not None
             os.kill(struck, number)
-            wait_for(lambda struck=struck: engine_of(process) not in (None, struck))
+            wait_until(lambda struck=struck: engine_of(process) not in (None, struck))
         assert completed(connection) < len(lines), "struck too late to show anything"
         collect(redis_url, tmp_path, lines)
 
@@ -89,12 +90,12 @@ def test_the_worker_killed_in_mid_batch(redis_url: str, connection: redis.Redis,
         worker(redis_url, "dummy", "--max-batch", "4") as first,
         worker(redis_url, "dummy", "--max-batch", "8") as other,
     ):
-        wait_for(lambda: len(held_by(connection, first)) >= 4 and len(held_by(connection, other)) >= 4)
+        wait_until(lambda: len(held_by(connection, first)) >= 4 and len(held_by(connection, other)) >= 4)
         name = name_of(connection, first)
         first.kill()
         first.wait()
         killed, held = time.monotonic(), held_by(connection, first)
-        wait_for(lambda: all(runs_elsewhere(connection, job_id, name) for job_id in held))
+        wait_until(lambda: all(runs_elsewhere(connection, job_id, name) for job_id in held))
         seconds = time.monotonic() - killed
         print(f"all {len(held)} rows of the killed worker run elsewhere after {seconds:.1f} s")
         assert seconds < 15
@@ -124,11 +125,11 @@ def test_two_workers_one_frozen_past_its_lease_and_thawed(
     lines = rows()
     submit(redis_url, tmp_path, lines)
     with worker(redis_url, "dummy", "--max-batch", "4") as frozen:
-        wait_for(lambda: completed(connection) >= 5)
+        wait_until(lambda: completed(connection) >= 5)
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
             with worker(redis_url, "dummy", "--max-batch", "4"):
-                wait_for(lambda: completed(connection) == len(lines))
+                wait_until(lambda: completed(connection) == len(lines))
         finally:
             os.kill(frozen.pid, signal.SIGCONT)
         collect(redis_url, tmp_path, lines)
@@ -142,7 +143,7 @@ def test_redis_killed_and_restarted_while_rows_run(tmp_path: Path) -> None:
             redis.Redis.from_url(server.url) as connection,
             worker(server.url, "dummy", "--max-batch", "8") as process,
         ):
-            wait_for(lambda: completed(connection) >= 5)
+            wait_until(lambda: completed(connection) >= 5)
             server.kill()
             time.sleep(1.0)  # rows end meanwhile, and their results wait
             server.start()
@@ -155,7 +156,7 @@ def test_sigterm_hands_rows_back_in_order(redis_url: str, connection: redis.Redi
     submit(redis_url, tmp_path, lines)
     before = Queue("livebatch", connection=connection, serializer=Serializer).job_ids
     with worker(redis_url, "dummy", "--max-batch", "4", "--grace", "0.2") as process:
-        wait_for(lambda: completed(connection) >= 4)
+        wait_until(lambda: completed(connection) >= 4)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0
     jobs = Queue("livebatch", connection=connection, serializer=Serializer)
@@ -170,9 +171,9 @@ def test_sigterm_hands_rows_back_in_order(redis_url: str, connection: redis.Redi
 def test_a_second_signal_does_not_wait(redis_url: str, connection: redis.Redis, tmp_path: Path) -> None:
     submit(redis_url, tmp_path, rows(20, size=2000))
     with worker(redis_url, "dummy", "--max-batch", "4", "--grace", "1000") as process:
-        wait_for(lambda: completed(connection) >= 1)
+        wait_until(lambda: completed(connection) >= 1)
         process.send_signal(signal.SIGTERM)
-        wait_for(lambda: connection.zcard("rq:wip:livebatch") > 0)
+        wait_until(lambda: connection.zcard("rq:wip:livebatch") > 0)
         process.send_signal(signal.SIGINT)  # Ctrl-C is the same wish
         assert process.wait(timeout=30) == 0
     jobs = Queue("livebatch", connection=connection, serializer=Serializer)
@@ -186,8 +187,8 @@ def test_rq_info_runs_throughout_and_shows_the_truth(
     lines = rows(size=1500)  # longer than rq info takes to start
     submit(redis_url, tmp_path, lines)
     with worker(redis_url, "dummy", "--max-batch", "4"):
-        wait_for(lambda: completed(connection) >= 1)
-        wait_for(lambda: re.search(r"\S+ \(\S+ \S+ \d+\): busy livebatch", rq_info(redis_url)) is not None)
+        wait_until(lambda: completed(connection) >= 1)
+        wait_until(lambda: re.search(r"\S+ \(\S+ \S+ \d+\): busy livebatch", rq_info(redis_url)) is not None)
         shown = rq_info(redis_url)
         assert re.search(r"livebatch .* [1-8] executing", shown), shown
         assert "1 workers" in shown

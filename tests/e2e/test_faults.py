@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import redis
 
-from e2e.harness import Line, by_id, environment, error_code, producer, running, text, wait_for, write
+from e2e.harness import Line, by_id, environment, error_code, producer, running, text, write
 from e2e.quick_worker import BELL, DEADLY_TO_READ, DEADLY_TO_RUN, LEASE_SECONDS
 from producer.client import Client
 from producer.embedded import EmbeddedRedis
 from producer.store import Store
+from waiting import wait_until
 from worker.intake import GUILTY_LOSSES
 from worker.scripts import SUSPECT_LOSSES
 
@@ -61,7 +62,7 @@ def test_redis_away_for_many_leases_while_rows_end(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path / "redis") as server, redis.Redis.from_url(server.url) as connection:
         producer(server.url, "submit", write(tmp_path / "in.jsonl", given), "--batch-id", "b")
         with quick_worker(server.url) as one, quick_worker(server.url) as other:
-            wait_for(lambda: len(Store(connection).workers()) == 2 and ended(connection) >= 4)
+            wait_until(lambda: len(Store(connection).workers()) == 2 and ended(connection) >= 4)
             server.kill()
             time.sleep(3 * LEASE_SECONDS)
             server.start()
@@ -102,7 +103,7 @@ def test_a_row_that_kills_its_whole_worker_every_time_fails_alone(
     died = 0
     while ended(connection) < len(given):
         with quick_worker(redis_url) as process:
-            wait_for(lambda process=process: ended(connection) == len(given) or process.poll() is not None)
+            wait_until(lambda process=process: ended(connection) == len(given) or process.poll() is not None)
             died += process.poll() == -signal.SIGKILL
     assert died == GUILTY_LOSSES
     assert producer(redis_url, "results", "b", "-o", out).returncode == 1
@@ -122,7 +123,7 @@ def test_rows_whose_workers_are_killed_again_and_again_come_to_their_end(
     for _ in range(GUILTY_LOSSES - 1):
         before = told("started_at")
         with quick_worker(redis_url) as process:
-            wait_for(lambda before=before: told("started_at") != before)
+            wait_until(lambda before=before: told("started_at") != before)
             process.kill()
     with quick_worker(redis_url):
         assert producer(redis_url, "results", "b", "--follow", "-o", out).returncode == 0
@@ -136,10 +137,10 @@ def test_a_cancelled_batch_leaves_the_live_batch_within_a_second_and_an_expired_
     path, out = write(tmp_path / "in.jsonl", rows(40, size=4000)), tmp_path / "out.jsonl"
     producer(redis_url, "submit", path, "--batch-id", "b")
     with quick_worker(redis_url):
-        wait_for(lambda: connection.zcard("rq:wip:livebatch") == 16)  # the live ones, and as many ready
+        wait_until(lambda: connection.zcard("rq:wip:livebatch") == 16)  # the live ones, and as many ready
         begun = time.monotonic()
         Client(redis_url).cancel("b")
-        wait_for(lambda: not connection.exists("rq:wip:livebatch"), seconds=10)
+        wait_until(lambda: not connection.exists("rq:wip:livebatch"), seconds=10)
         seconds = time.monotonic() - begun
         print(f"the last row was out after {seconds:.2f} s")
         assert seconds < 1.0
@@ -200,7 +201,7 @@ def test_a_full_disk_of_redis(small_disk: tuple[Path, Callable[[], Any]], tmp_pa
             == 0
         )
         with quick_worker(server.url) as process:
-            wait_for(lambda: connection.info("persistence")["aof_last_write_status"] == "err")
+            wait_until(lambda: connection.info("persistence")["aof_last_write_status"] == "err")
             before = ended(connection)
             assert before < len(given), "the disk was too large to show anything"
             grow()
@@ -218,7 +219,9 @@ def test_a_submission_killed_and_gone_on_with(
     command = [sys.executable, "-m", "producer.cli", "submit", str(path), "--batch-id", "b"]
     env = {**environment(), "REDIS_URL": redis_url}
     first = subprocess.Popen([*command, "--max-queued-bytes", "4K"], env=env, stderr=subprocess.DEVNULL)
-    wait_for(lambda: connection.exists("livebatch:batch:b:counts") and Store(connection).status("b").rows > 0)
+    wait_until(
+        lambda: connection.exists("livebatch:batch:b:counts") and Store(connection).status("b").rows > 0
+    )
     first.kill()
     first.wait()
     queued = connection.llen("rq:queue:livebatch")

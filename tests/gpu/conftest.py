@@ -1,4 +1,4 @@
-"""Tests of the GPU engine: skipped where there is no GPU. The model is SmolLM2 in float16, built for CUDA:
+"""Tests of the GPU engine. The model is SmolLM2 in float16, built for CUDA:
 
 worker build SmolLM2-135M-Instruct.gguf --device cuda --out models/smollm2-135m-fp16
 LIVEBATCH_CUDA_MODEL names it where it lies elsewhere.
@@ -14,18 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.fixture(scope="session", autouse=True)
-def gpu() -> None:
-    try:
-        import cupy
-
-        cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # no CuPy, no driver, no GPU
-        pytest.skip(f"no GPU: {error}")
-
-
 @pytest.fixture(scope="session")
-def cuda_model(gpu: None) -> Path:
+def cuda_model() -> Path:
     path = Path(os.environ.get("LIVEBATCH_CUDA_MODEL", ROOT / "models" / "smollm2-135m-fp16"))
     if not path.is_dir():
         pytest.skip(f"{path} is not built: see tests/gpu/conftest.py")

@@ -1,4 +1,4 @@
-"""Shared by the engine's tests: a strict sampler that minds the whole history, rows, solo runs, a ledger."""
+"""Shared by the engine's tests: a model and a sampler that mind every token, rows, solo runs, a ledger."""
 
 from __future__ import annotations
 
@@ -13,13 +13,59 @@ from numpy.typing import NDArray
 from kernels.pending import Done
 from kernels.rows import RowParams, Status
 from worker.batch import Batch
-from worker.dummy import HashModel
+from worker.dummy import EMPTY, Cells, TokenCache, one_hot, token_positions
 from worker.engine import Engine
 from worker.live import PROMISED
 from worker.scheduler import Policy
-from worker.sequence import Output, Row
+from worker.sequence import Ints, Output, Row
 
 MASK = 2**64 - 1
+
+
+class HashModel:
+    """The next token is a hash of every cached token and its position.
+
+    One wrong block, stale cell, wrong position or missing token, and the row's output is another one.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 64,
+        context_length: int = 128,
+        block_size: int = 4,
+        num_blocks: int = 65,
+        max_step_tokens: int = 64,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_step_tokens = max_step_tokens
+        self._cache = TokenCache(num_blocks, block_size)
+        odd = np.random.default_rng(0).integers(1 << 62, size=context_length + block_size) * 2 + 1
+        self._weights = odd.astype(np.uint64)
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """One-hot logits [n, vocab_size]."""
+        assert 0 < len(batch.input_ids) <= self.max_step_tokens
+        positions = token_positions(batch)
+        self._cache.write(batch, batch.input_ids << 24 | positions, positions)
+        return one_hot(self._hash(*self._cache.read(batch)), self.vocab_size)
+
+    def poison(self, blocks: Ints) -> None:
+        """Overwrites blocks nobody holds: whoever still reads them answers wrong."""
+        self._cache.cells[blocks] = EMPTY
+
+    def _hash(self, cells: Cells, lengths: Cells) -> Cells:
+        known = np.arange(cells.shape[1]) < lengths[:, None]
+        assert (cells[known] != EMPTY).all(), "a row reads a position that nobody wrote"
+        mixed = (cells + 1).astype(np.uint64) * self._weights[: cells.shape[1]]
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+        total = np.where(known, mixed, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        total = (total ^ (total >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+        tokens: Cells = (total >> np.uint64(40)).astype(np.int64) % self.vocab_size
+        return tokens
 
 
 class WatchfulSampler:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import redis
@@ -79,11 +78,3 @@ def log(connection: redis.Redis, batch: str = BATCH) -> dict[str, Result | None]
 def returned(connection: redis.Redis, job_id: str) -> list[Any]:
     """What the job returned, by RQ's own reading: one entry a result."""
     return [result.return_value for result in fetch(connection, job_id).results()]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Look until it holds; Redis and other processes tell a test nothing."""
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "waited too long"
-        time.sleep(0.005)

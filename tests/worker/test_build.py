@@ -172,7 +172,7 @@ def test_config_and_tokenizer_hold_the_metadata(tmp_path: Path) -> None:
     folder = ModelFolder.load(tmp_path / "tiny-llama-fp32")
     assert (folder.name, folder.aliases) == ("tiny-llama-fp32", ("tiny-llama",))
     assert (folder.vocab_size, folder.context_length, folder.block_size) == (len(TOKENS), 96, 16)
-    assert (folder.eos_ids, folder.bos_id) == ((2, 0), 1)
+    assert folder.eos_ids == (2, 0)
     assert (folder.search["top_k"], folder.search["temperature"]) == (20, 0.5)
     config = json.loads((folder.path / "tokenizer_config.json").read_text())
     assert (config["chat_template"], config["bos_token"], config["eos_token"]) == (

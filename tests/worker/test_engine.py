@@ -11,6 +11,7 @@ import pytest
 from engine_fakes import (
     DeviceModel,
     DeviceSampler,
+    HashModel,
     Ledger,
     WatchfulSampler,
     by_hand,
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from kernels.rows import Status
 from producer.errors import UsageError
 from worker.batch import Batch
-from worker.dummy import HashModel
 from worker.engine import Engine
 from worker.scheduler import Policy
 from worker.sequence import Row

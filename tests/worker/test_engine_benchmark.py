@@ -6,13 +6,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from engine_fakes import DeviceModel, DeviceSampler, engine_over
+from engine_fakes import DeviceModel, DeviceSampler, HashModel, engine_over
 
 from benchmarks.gpu import load, timing
 from benchmarks.gpu.findings import Findings, find
 from benchmarks.gpu.tables import tables
 from benchmarks.plot_engine import plot
-from worker.dummy import HashModel
+from producer.errors import LivebatchError
+from worker.bench import is_decoding
 from worker.engine import Engine
 from worker.scheduler import Policy
 
@@ -69,11 +70,11 @@ def test_decoding_begins_when_the_last_prompt_is_through(prompt: int) -> None:
     for row in rows:
         engine.add(row)
     steps = 0
-    while not timing.is_decoding(engine, rows):
+    while not is_decoding(engine, rows):
         engine.step()
         steps += 1
         behind = engine.load.tokens_computed < 8 * prompt
-        assert not (behind and timing.is_decoding(engine, rows))
+        assert not (behind and is_decoding(engine, rows))
     assert engine.load.waiting == 0
     assert engine.load.tokens_sampled >= 8
     assert steps < 12
@@ -102,7 +103,7 @@ def test_the_tail_can_be_cut_off() -> None:
 
 def test_a_row_that_does_not_run_to_its_end_is_no_figure() -> None:
     engine = engine_over(HashModel())
-    with pytest.raises(RuntimeError, match="context"):
+    with pytest.raises(LivebatchError, match="context"):
         timing.whole(engine, load.decode("greedy", 1, VOCAB, prompt=100, output=100))
 
 

@@ -11,6 +11,7 @@ import pytest
 from engine_fakes import (
     DeviceModel,
     DeviceSampler,
+    HashModel,
     Ledger,
     WatchfulSampler,
     drain,
@@ -24,7 +25,6 @@ from numpy.typing import NDArray
 from kernels.rows import RowParams, Status
 from worker.batch import Batch
 from worker.bisection import Bisection
-from worker.dummy import HashModel
 from worker.engine import MAX_VERDICTS, Engine, SeatError
 from worker.scheduler import Policy
 from worker.sequence import Row

@@ -18,10 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rq_rows import wait_until
 
 from kernels.rows import RowParams, Status
 from producer.errors import LivebatchError, RowError, StoreError, UsageError
+from waiting import wait_until
 from worker import engine_process
 from worker.engine import Load
 from worker.engine_process import BUSY_SEND_SECONDS, SEND_SECONDS, EngineProcess, patience

@@ -6,11 +6,10 @@ import random
 from typing import Any
 
 import pytest
-from engine_fakes import Ledger, run_all
+from engine_fakes import HashModel, Ledger, run_all
 
 from kernels import cpu, reference
 from kernels.rows import RowParams, Status
-from worker.dummy import HashModel
 from worker.engine import Engine
 from worker.scheduler import Policy
 from worker.sequence import Row

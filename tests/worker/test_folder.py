@@ -48,13 +48,12 @@ def add_input(graph: onnx.GraphProto, name: str, dtype: int = TensorProto.INT64)
 
 def test_reads_sizes_and_names(folder: Path) -> None:
     edit_config(folder, "model.eos_token_id", [7, 3, 7])
-    edit_config(folder, "model.bos_token_id", 5)
     edit_config(folder, "search", {"temperature": 0.2, "num_beams": 1})
     loaded = ModelFolder.load(folder)
     assert (loaded.name, loaded.aliases, loaded.kind) == ("tiny-q8", ("tiny",), "cpu-paged")
     assert (loaded.vocab_size, loaded.context_length, loaded.block_size) == (VOCAB, CONTEXT, 4)
     assert (loaded.num_layers, loaded.num_kv_heads, loaded.head_size) == (2, 1, 2)
-    assert (loaded.eos_ids, loaded.bos_id) == ((7, 3), 5)
+    assert loaded.eos_ids == (7, 3)
     assert loaded.search["temperature"] == 0.2
     assert loaded.layer_names("present_value_names") == ["present.0.value", "present.1.value"]
 
@@ -255,6 +254,7 @@ def test_data_outside_the_folder_is_found_wherever_a_model_keeps_constants(
         ("session.model_external_initializers_file_folder_path", "/etc"),
         ("ep.context_file_path", "context.onnx"),
         ("ep.cuda.x", ["a"]),
+        ("ep.cuda.x", None),
     ],
 )
 def test_session_entries_that_could_name_a_file_are_refused(name: str, value: Any, folder: Path) -> None:

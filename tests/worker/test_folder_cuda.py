@@ -120,10 +120,13 @@ def test_types_are_the_graphs_own(tmp_path: Path) -> None:
     assert (folder.kv_dtype, folder.logits_dtype) == ("BFLOAT16", "FLOAT")
 
 
-def test_session_entries_are_kept(tmp_path: Path) -> None:
-    options = {"log_id": "x", "ep.cuda.fpa_intb_gemm": "1", "provider_options": [{"cuda": {}}]}
+@pytest.mark.parametrize(
+    ("value", "text"), [("1", "1"), ("true", "true"), (1, "1"), (-0.5, "-0.5"), (True, "1"), (False, "0")]
+)
+def test_session_entries_are_kept_as_text(value: Any, text: str, tmp_path: Path) -> None:
+    options = {"log_id": "x", "ep.cuda.fpa_intb_gemm": value, "provider_options": [{"cuda": {}}]}
     folder = ModelFolder.load(write_folder(tmp_path / "model", session_options=options))
-    assert folder.session_config == {"ep.cuda.fpa_intb_gemm": "1"}
+    assert folder.session_config == {"ep.cuda.fpa_intb_gemm": text}
 
 
 @pytest.mark.parametrize(

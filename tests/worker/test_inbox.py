@@ -20,7 +20,7 @@ def inbox(*events: Event) -> Inbox:
 
 def test_the_engines_events_keep_their_order_and_requests_overtake_them() -> None:
     engine = [Ready(1.0), SAID, Died("killed"), Ready(2.0)]
-    asked = [Cancel("b"), Wake("q"), Stop("SIGTERM"), Stop("SIGTERM")]
+    asked = [Cancel("b"), Wake(), Stop("SIGTERM"), Stop("SIGTERM")]
     mixed = [event for pair in zip(engine, asked, strict=True) for event in pair]
     assert list(inbox(*mixed).take(0.0, 10.0)) == [*asked, *engine]
 

@@ -7,10 +7,11 @@ import time
 
 import pytest
 import redis
-from rq_rows import counts, enqueue, request, wait_until
+from rq_rows import counts, enqueue, request
 from service_fakes import run_burst, worker
 
 from producer.wire import Request
+from waiting import wait_until
 from worker import keeper
 from worker.rows import PreparedRow, RowPreparer
 

@@ -16,6 +16,7 @@ from rq.job import Job, JobStatus
 
 from producer.store import Serializer
 from producer.wire import FUNCTION
+from waiting import wait_until
 from worker.leases import Claim, Leases, recover
 from worker.scripts import COMMANDS
 
@@ -383,11 +384,3 @@ def test_hostile_lists_and_hashes_do_not_stop_a_claim(connection: redis.Redis) -
     assert len(taken) == 9
     connection.set("rq:queue:other", "not a list")
     assert leases(connection).claim(5, [("other", 5), ("q", 5)]) == []
-
-
-def wait_until(condition: object) -> None:
-    """Look until it holds: a lease runs out by the clock alone."""
-    limit = time.monotonic() + 10
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < limit
-        time.sleep(0.005)

@@ -15,10 +15,11 @@ import redis
 from rq import Queue
 from rq.command import send_shutdown_command
 from rq.job import Job
-from rq_rows import enqueue, fetch, request, status, wait_until
+from rq_rows import enqueue, fetch, request, status
 
 from producer.embedded import EmbeddedRedis
 from producer.store import COMMANDS, Serializer
+from waiting import wait_until
 from worker.compose import connector
 from worker.events import Cancel, Event, Stop, Wake
 from worker.leases import Leases, recover
@@ -174,10 +175,10 @@ def test_a_waiter_takes_nothing_and_wakes_once(redis_url: str, connection: redis
             waiter.arm()
         wait_until(lambda: connection.info("clients")["blocked_clients"] == 2)
         enqueue(connection, [request(1), request(2)])
-        assert [events.get(timeout=5), events.get(timeout=5)] == [Wake("q")] * 2
+        assert [events.get(timeout=5), events.get(timeout=5)] == [Wake()] * 2
         assert connection.lrange("rq:queue:q", 0, -1) == [b"b-0-1", b"b-0-2"]
         waiters[0].arm()
-        assert events.get(timeout=5) == Wake("q"), "rows that are there already wake at once"
+        assert events.get(timeout=5) == Wake(), "rows that are there already wake at once"
     assert events.empty()
 
 

@@ -11,12 +11,13 @@ from urllib.request import urlopen
 
 import pytest
 import redis
-from rq_rows import enqueue, request, wait_until
+from rq_rows import enqueue, request
 from service_fakes import worker
 
 from producer.embedded import free_port
 from producer.errors import UsageError
 from producer.wire import STATUS_CODES, Failure, Result, Usage
+from waiting import wait_until
 from worker import settings
 from worker.engine import Load
 from worker.events import Outputs

@@ -161,7 +161,7 @@ def test_the_pool_takes_at_most_half_of_the_free_memory(folder: ModelFolder) -> 
 
 def test_an_old_runtime_is_refused(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module.ort, "__version__", "1.27.1")
-    with pytest.raises(UsageError, match=r"onnxruntime 1\.27\.1 .* at least 1\.28"):
+    with pytest.raises(UsageError, match=r"ONNX Runtime 1\.27\.1 .* at least 1\.28"):
         OrtModel(folder, num_blocks=4)
 
 

@@ -16,13 +16,13 @@ from worker.tokenizer import Tokenizer
 
 def written(path: Path, seed: int = 0) -> ModelFolder:
     path.mkdir()
-    write_cuda_model(RandomSource(SHAPES["tiny"], seed), path)
+    write_cuda_model(RandomSource("tiny", seed), path)
     return ModelFolder.load(path)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_whole(name: str) -> None:
-    shape = SHAPES[name]
+    shape = SHAPES[name].architecture
     assert shape.head_size in (32, 64, 128)
     assert shape.head_size * shape.num_heads == shape.hidden_size
     assert len(shape.inverse_frequencies) == shape.head_size // 2

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import onnxruntime
 import pytest
 from tiny_gguf import TinyLlama
 
 from producer.errors import LivebatchError
-from worker import doctor, reference, settings
-from worker.bench import rates
+from worker import cli, doctor, reference, settings
 from worker.build import build_model
 from worker.reference import Reference
-from worker.settings import DUMMY, EngineSettings
 
 
 def findings(folder: Path) -> list[doctor.Finding]:
@@ -59,7 +59,7 @@ def tiny_reference(tmp_path: Path) -> Reference:
     """Of a CUDA folder built from a tiny llama; its source's answer in float32."""
     source = TinyLlama().write(tmp_path / "tiny.gguf")
     build_model(source, tmp_path / "tiny-fp16", target="cuda")
-    assert reference.record_for_cuda(tmp_path / "tiny-fp16", source)
+    assert reference.record_for_cuda(tmp_path / "tiny-fp16", source) is None
     stored = reference.load(tmp_path / "tiny-fp16")
     assert stored is not None
     return stored
@@ -74,14 +74,52 @@ def test_a_cuda_folders_answer_comes_from_its_source(tmp_path: Path) -> None:
     best = np.sort(right)[:, -2:]
     np.testing.assert_allclose(stored.gaps, best[:, 1] - best[:, 0], rtol=0, atol=1e-3)
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", "tiny-fp16"}
+    assert not list(tmp_path.glob("tiny-fp16/.*"))
 
 
 def test_no_answer_of_a_model_too_large_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = TinyLlama().write(tmp_path / "tiny.gguf")
     build_model(source, tmp_path / "tiny-fp16", target="cuda")
     monkeypatch.setattr(reference, "_LARGEST_TWIN", 1000)
-    assert not reference.record_for_cuda(tmp_path / "tiny-fp16", source)
+    assert "too large" in str(reference.record_for_cuda(tmp_path / "tiny-fp16", source))
     assert reference.load(tmp_path / "tiny-fp16") is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_runtime_that_cannot_be_trusted_on_the_cpu_builds_without_an_answer(
+    device: Literal["cpu", "cuda"],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The extra cuda12 brings such a one. Its environment is not told to install a second runtime."""
+    source, out = TinyLlama().write(tmp_path / "tiny.gguf"), tmp_path / "out"
+    monkeypatch.setattr(onnxruntime, "__version__", "1.26.0")
+    cli.build(source, out, device=device)
+    said = capsys.readouterr().out
+    assert "gets no reference.json: ONNX Runtime 1.26.0" in said
+    assert "in a new environment" in said
+    assert f"{out} is ready" in said
+    assert not (out / reference.FILE).exists()
+
+
+def test_a_folder_whose_answer_cannot_be_had_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the same command can be given again; cut short or failed, there is nothing to remove."""
+    source, out = TinyLlama().write(tmp_path / "tiny.gguf"), tmp_path / "out"
+
+    def fail(engine: object, prompt: list[int]) -> list[int]:
+        assert not out.exists()
+        raise LivebatchError("the model cannot run")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "answer", fail)
+        with pytest.raises(SystemExit, match="1"):
+            cli.build(source, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+    cli.build(source, out)
+    assert reference.load(out) is not None
 
 
 def test_a_near_tie_may_go_either_way() -> None:
@@ -91,9 +129,3 @@ def test_a_near_tie_may_go_either_way() -> None:
     assert "[8, 6, 7]" in str(stored.disagreement([8, 6, 7])), "the first led by 2"
     assert stored.disagreement([5, 6]) is not None
     assert Reference([1], [5, 6], []).disagreement([5, 9]) is not None, "no leads: exactly, or wrong"
-
-
-def test_bench_measures_each_live_batch() -> None:
-    measured = list(rates(EngineSettings(model=DUMMY, max_batch=9)))
-    assert [rate.live for rate in measured] == [1, 8, 9]
-    assert all(rate.greedy > 0 and rate.sampled > 0 for rate in measured)

@@ -13,7 +13,7 @@ from rq.command import send_shutdown_command, send_stop_job_command
 from rq.registry import StartedJobRegistry
 from rq.suspension import resume, suspend
 from rq.worker import Worker as RqWorker
-from rq_rows import counts, enqueue, fetch, log, request, returned, status, wait_until
+from rq_rows import counts, enqueue, fetch, log, request, returned, status
 from service_fakes import Worker, run_burst, worker
 
 from kernels.rows import Status
@@ -21,6 +21,7 @@ from producer.embedded import EmbeddedRedis
 from producer.errors import LivebatchError, UsageError
 from producer.store import COMMANDS, Serializer, Store, batch_key, worker_key
 from producer.wire import Request, Result, Sampling
+from waiting import wait_until
 from worker.events import Died
 from worker.leases import Leases
 from worker.listeners import Waiter

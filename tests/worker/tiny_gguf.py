@@ -91,7 +91,6 @@ class TinyLlama:
             "llama.block_count": self.layers,
             "llama.context_length": self.context,
             "llama.embedding_length": self.hidden,
-            "llama.feed_forward_length": self.ffn,
             "llama.attention.head_count": self.heads,
             "llama.attention.head_count_kv": self.kv_heads,
             "llama.rope.freq_base": self.base,

@@ -8,6 +8,7 @@ a model.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,12 +29,14 @@ def build_model(
     target: Target = "cpu",
     *,
     bounds: bool = True,
+    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Builds ``out`` from the GGUF file ``source``; ``out`` appears complete or not at all.
 
     ``precision`` None is the first of PRECISIONS. ``bounds`` False leaves attention_metadata out of a CUDA
-    graph, for ONNX Runtime before 1.29. Raises UsageError when ``out`` exists, when the file cannot be read,
-    or when its model or the combination asked for is not supported.
+    graph, for ONNX Runtime before 1.29. ``finish`` is given the folder before it has its name; should
+    it fail, there is no ``out``. Raises UsageError when ``out`` exists, when the file cannot be read, or when
+    its model or the combination asked for is not supported.
     """
     precision = precision or PRECISIONS[target][0]
     if precision not in PRECISIONS[target]:
@@ -45,6 +48,8 @@ def build_model(
         shutil.rmtree(staging, ignore_errors=True)  # what a killed build left
         staging.mkdir(parents=True)
         _write_folder(source, staging, precision, bounds)
+        if finish is not None:
+            finish(staging)
         staging.rename(out)
     except OSError as error:
         raise UsageError(

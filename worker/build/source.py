@@ -22,10 +22,8 @@ Floats = NDArray[np.float32]
 class Architecture:
     """The sizes and constants of a llama decoder."""
 
-    name: str
     num_layers: int
     hidden_size: int
-    ffn_size: int
     num_heads: int
     num_kv_heads: int
     head_size: int

@@ -45,10 +45,6 @@ class Decode:
         self._logits = cp.empty(largest * graph.logits_bytes, cp.uint8)
         self._bindings: dict[Shape, tuple[Any, int]] = {}  # and the id of its graph
 
-    @property
-    def num_shapes(self) -> int:
-        return len(self._bindings)
-
     def run(self, batch: Batch) -> NDArray[np.uint64]:
         """Addresses of every row's logits. [B]"""
         shape = self._shape_of(batch)
