@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name:34s} {ratio:8.2f}")
     if options.out:
         report = {
-            "command": sys.argv,
+            "command": [word for last, word in pairwise(["", *sys.argv]) if "--out" not in (last, word)],
             "machine": machine(),
             "tokens_per_second": rates,
             "ratios": ratios(rates),

@@ -239,7 +239,7 @@ class Service:
             for waiter in self._waiters:
                 waiter.arm()
         if suspects := sum(claim.losses >= SUSPECT_LOSSES for claim in claimed):
-            log.warning("%d rows whose workers vanished run apart from others", suspects)
+            log.warning("rows whose workers vanished run apart from others: %d", suspects)
         self._metrics.took(claimed)
         self._intake.take(claimed)
         self._keeper.took(self._intake.leases)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import redis
 from rq.registry import StartedJobRegistry
-from rq_rows import counts, enqueue, log, request, status, wait_until
+from rq_rows import counts, enqueue, log, request, status
 from service_fakes import worker
 
 from kernels.rows import Status
 from producer.client import Client
 from producer.store import COMMANDS, Serializer, Store
 from producer.sweep import Sweeper
+from waiting import wait_until
 from worker.intake import GUILTY_LOSSES
 from worker.leases import Claim, Lease, Leases, recover
 from worker.scripts import ALONE_LOSSES, SUSPECT_LOSSES
