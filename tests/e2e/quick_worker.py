@@ -1,6 +1,6 @@
 """A worker in a hurry: leases of a second, and a dummy model whose process dies of a prompt with a bell.
 
-The whole worker dies of two other prompts: of one while the parent reads it, of one while the engine runs it.
+The whole worker dies of another prompt while the engine runs it.
 
 ``python -m e2e.quick_worker URL MAX_BATCH``. The engine's process imports this module too: multiprocessing
 gives a spawned process its parent's main module.
@@ -16,12 +16,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.wire import Request
-from worker import cli, dummy, rows, settings
+from worker import cli, dummy, settings
 from worker.batch import Batch
 
 BELL = "\a"
-DEADLY_TO_READ, DEADLY_TO_RUN = "\x05", "\x06"
+DEADLY = "\x06"
 LEASE_SECONDS = 1.0
 
 
@@ -31,23 +30,13 @@ class Fragile(dummy.DummyModel):
     def run(self, batch: Batch) -> NDArray[np.float32]:
         if (batch.input_ids == ord(BELL)).any():
             os.kill(os.getpid(), signal.SIGKILL)
-        if (batch.input_ids == ord(DEADLY_TO_RUN)).any():
+        if (batch.input_ids == ord(DEADLY)).any():
             os.kill(os.getppid(), signal.SIGKILL)  # and the engine dies with its parent
         return super().run(batch)
 
 
-class FragilePreparer(rows.RowPreparer):
-    """As if tokenising took more memory than there is."""
-
-    def prepare(self, request: Request, row_id: int) -> rows.PreparedRow:
-        if DEADLY_TO_READ in str(request.prompt):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().prepare(request, row_id)
-
-
 if __name__ in ("__main__", "__mp_main__"):  # the worker and its engine, not a test that wants the constants
     dummy.DummyModel = Fragile  # type: ignore[misc]
-    rows.RowPreparer = FragilePreparer  # type: ignore[misc]
 
 if __name__ == "__main__":
     told = settings.read(model="dummy", redis_url=sys.argv[1], max_batch=int(sys.argv[2]))

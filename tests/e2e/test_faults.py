@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from e2e.harness import Line, by_id, environment, error_code, producer, running, text, write
-from e2e.quick_worker import BELL, DEADLY_TO_READ, DEADLY_TO_RUN, LEASE_SECONDS
+from e2e.quick_worker import BELL, DEADLY, LEASE_SECONDS
 from producer.client import Client
 from producer.embedded import EmbeddedRedis
 from producer.store import Store
@@ -92,13 +92,12 @@ def test_a_row_that_kills_its_engine_every_time_fails_alone(
     assert connection.lrange("rq:queue:livebatch", 0, -1) == [b"c-0-4"]
 
 
-@pytest.mark.parametrize("deadly", [DEADLY_TO_READ, DEADLY_TO_RUN], ids=["read", "run"])
 def test_a_row_that_kills_its_whole_worker_every_time_fails_alone(
-    redis_url: str, connection: redis.Redis, tmp_path: Path, deadly: str
+    redis_url: str, connection: redis.Redis, tmp_path: Path
 ) -> None:
     """Somebody starts a worker again whenever one has died, as Kubernetes does where memory ran out."""
     given, out = rows(21, size=40), tmp_path / "out.jsonl"
-    given[10]["prompt"] = f"poison {deadly}"
+    given[10]["prompt"] = f"poison {DEADLY}"
     producer(redis_url, "submit", write(tmp_path / "in.jsonl", given), "--batch-id", "b")
     died = 0
     while ended(connection) < len(given):
