@@ -41,8 +41,9 @@ class Finding:
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """Findings as they are made. Later questions are asked although an earlier answer was an error; the same
-    trouble, met again by another question, is told once.
+    """Findings as they are made; the same trouble is told once.
+
+    Later questions are asked although an earlier answer was an error.
     """
     told = set[str]()
     for subject, question in QUESTIONS.items():

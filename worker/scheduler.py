@@ -344,9 +344,8 @@ class Scheduler:
 
     def _cut(self, row: Row) -> Row:
         """The row with no more output than the pool holds, if it may have so little."""
-        room = (
-            self._pool.num_usable * self._live.block_size + 1 - len(row.prompt)
-        )  # the last token is never run
+        cells = self._pool.num_usable * self._live.block_size
+        room = cells + 1 - len(row.prompt)  # the last token is never run
         if row.params.max_tokens <= room:
             return row
         most = min(row.params.max_tokens, max(room, row.params.min_tokens, 1))
