@@ -174,14 +174,15 @@ local function take(queue)
   if type(id) ~= 'string' then return false end
   local values, losses = nil, 0
   if string.match(id, '^[%w_-]+$') then values, losses = look(id) end
-  if not may_take(losses) then
+  local is_over = values and (not values[1] and values[2] == '' or ended[values[2]])
+  if not may_take(is_over and 0 or losses) then  -- what will not run harms nobody
     redis.call('LPUSH', rq .. ':queue:' .. queue, id)
     return false
   end
   taken = taken + 1
   if not values then
     claims[#claims + 1] = {queue, string.sub(id, 1, 200), '', {}}
-  elseif not values[1] and values[2] == '' or ended[values[2]] then
+  elseif is_over then
     claims[#claims + 1] = {queue, id, '', values}
   elseif not (values[2] == 'started' and is_leased(queue, id)) then
     local execution = prefix .. taken

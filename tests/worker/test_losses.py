@@ -139,6 +139,23 @@ def test_a_suspect_is_not_starved_by_another_queue(connection: redis.Redis) -> N
     assert not ours.is_apart
 
 
+@pytest.mark.parametrize("state", ["canceled", "failed", "gone"])
+def test_a_suspect_that_is_over_holds_up_nobody(connection: redis.Redis, state: str) -> None:
+    rows(connection, [ALONE_LOSSES, 0, 0])
+    if state == "gone":
+        connection.delete("rq:job:b-0-1")
+    else:
+        connection.hset("rq:job:b-0-1", "status", state)
+    ours = leases(connection)
+    claims = ours.claim(16, [("q", 16)], is_free=False)
+    assert [(claim.lease.job_id, claim.is_started) for claim in claims] == [
+        ("b-0-1", False),
+        ("b-0-2", True),
+        ("b-0-3", True),
+    ]
+    assert not ours.is_apart
+
+
 def test_a_worker_runs_a_suspect_with_no_other_row_in_hand(redis_url: str, connection: redis.Redis) -> None:
     rows(connection, [0, SUSPECT_LOSSES, ALONE_LOSSES, 0, 0])
     with worker(redis_url, max_batch=4) as made:
