@@ -190,6 +190,9 @@ class ResultFile:
         """
         if not results:
             return
+        for stream, path in ((self._rows, self._path), (self._errors, self._errors_path)):
+            if stream and path and not _is_at(stream, path):  # a released result would be nowhere
+                raise OutputError(f"{path} was removed or replaced while it was written")
         try:
             self._write(results, cursor)
         except OSError as error:  # a full disk, mostly

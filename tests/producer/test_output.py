@@ -14,7 +14,7 @@ import pytest
 from tiny_worker import write
 
 from producer import cli
-from producer.errors import UsageError
+from producer.errors import OutputError, UsageError
 from producer.output import Output, ResultFile, Style
 from producer.wire import Choice, Failure, Result, Usage
 
@@ -261,3 +261,15 @@ def test_a_link_to_a_file_that_was_made_for_nothing_stays() -> None:
         assert Path("out").exists()
     assert Path("link").is_symlink()
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("gone", ["out", "errors"])
+def test_a_file_that_is_removed_while_it_is_written_takes_no_more(gone: str) -> None:
+    """Else what is written would be nowhere, and with --release not in Redis either."""
+    with ResultFile(Path("out"), "b", Style(), Path("errors")) as sink:
+        sink.write([failed("b", 1)], "1-0")
+        before = Path("out.cursor").read_text()
+        Path(gone).unlink()
+        with pytest.raises(OutputError, match=f"^{gone} was removed or replaced"):
+            sink.write([failed("b", 2)], "2-0")
+    assert Path("out.cursor").read_text() == before
